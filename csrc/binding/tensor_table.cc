@@ -1,0 +1,527 @@
+#include "binding/tensor_table.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace fastsync::binding {
+
+namespace {
+
+// DLPack's structures, declared from its specification (version 1.3; layout fixed within major version 1).
+struct DlDevice {
+  std::int32_t type;
+  std::int32_t id;
+};
+struct DlDataType {
+  std::uint8_t code;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+};
+struct DlTensor {
+  void* data;
+  DlDevice device;
+  std::int32_t ndim;
+  DlDataType dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+struct DlExchangeHeader {
+  std::uint32_t major;
+  std::uint32_t minor;
+  DlExchangeHeader* previous;
+};
+struct DlExchange {
+  DlExchangeHeader header;
+  void* allocate;
+  void* managed_from_object;
+  void* object_from_managed;
+  int (*tensor_from_object)(void* object, void* tensor_out);
+  void* current_stream;
+};
+constexpr std::int32_t kDlCpu = 1;
+constexpr std::int32_t kDlPinned = 3;
+constexpr std::uint8_t kDlComplex = 5;
+
+std::uint32_t dtype_key(const DlDataType& t) noexcept {
+  return (std::uint32_t{t.code} << 24U) | (std::uint32_t{t.bits} << 16U) | t.lanes;
+}
+
+bool calls_true(PyObject* object, PyObject* method) {
+  PyObject* const result = PyObject_CallMethodNoArgs(object, method);
+  if (result == nullptr) {
+    PyErr_Clear();
+    return true;  // unusual: Python looks closer
+  }
+  const bool yes = result != Py_False;
+  Py_DECREF(result);
+  return yes;
+}
+
+PyObject* interned(const char* text) {
+  PyObject* const s = PyUnicode_InternFromString(text);
+  if (s == nullptr) throw py::error_already_set();
+  return s;
+}
+
+PyObject* is_neg_name() {
+  static PyObject* const name = interned("is_neg");
+  return name;
+}
+PyObject* is_conj_name() {
+  static PyObject* const name = interned("is_conj");
+  return name;
+}
+
+bool row_major(const std::int64_t* shape, const std::int64_t* strides, std::int32_t ndim) noexcept {
+  if (strides == nullptr) return true;
+  std::int64_t expected = 1;
+  for (std::int32_t d = ndim - 1; d >= 0; --d) {
+    if (shape[d] == 0) return true;
+    if (shape[d] != 1 && strides[d] != expected) return false;
+    expected *= shape[d];
+  }
+  return true;
+}
+
+std::string quoted_list(const std::vector<std::string>& names) {
+  std::string out;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (i == 8) return out + concat(", ... (", names.size(), " in all)");
+    std::string shown = names[i].size() > 200 ? names[i].substr(0, 200) + "..." : names[i];
+    out += concat(i == 0 ? "'" : ", '", shown, "'");
+  }
+  return out;
+}
+
+}  // namespace
+
+TorchAccess& TorchAccess::get() {
+  static TorchAccess access;
+  return access;
+}
+
+void TorchAccess::configure(const py::object& exchange, const py::tuple& plain_types) {
+  exchange_ = nullptr;
+  dtypes_.clear();
+  if (!exchange.is_none()) {
+    const auto* api = static_cast<const DlExchange*>(PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) throw py::error_already_set();
+    if (api->header.major == 1) exchange_ = api->tensor_from_object;
+  }
+  plain_types_.clear();
+  for (const auto& type : plain_types) {
+    Py_INCREF(type.ptr());
+    plain_types_.push_back(type.ptr());
+  }
+}
+
+void TorchAccess::learn_dtype(const py::handle& example, const std::string& name, std::uint32_t itemsize) {
+  if (exchange_ == nullptr) return;
+  DlTensor t{};
+  if (exchange_(example.ptr(), &t) != 0) {
+    PyErr_Clear();
+    return;
+  }
+  const auto [it, inserted] = dtypes_.try_emplace(dtype_key(t.dtype), DtypeEntry{name, itemsize, t.dtype.code == kDlComplex});
+  if (!inserted) it->second.itemsize = 0;
+}
+
+bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorView& view) const {
+  if (exchange_ == nullptr) return false;
+  PyObject* const o = object.ptr();
+  if (std::find(plain_types_.begin(), plain_types_.end(), reinterpret_cast<PyObject*>(Py_TYPE(o))) == plain_types_.end()) {
+    return false;
+  }
+  DlTensor t{};
+  if (exchange_(o, &t) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (t.device.type != kDlCpu && t.device.type != kDlPinned) return false;
+  const auto dtype = dtypes_.find(dtype_key(t.dtype));
+  if (dtype == dtypes_.end() || dtype->second.itemsize == 0) return false;
+  if (calls_true(o, is_neg_name()) || (dtype->second.complex && calls_true(o, is_conj_name()))) return false;
+  meta.dtype = dtype->second.name;
+  meta.itemsize = dtype->second.itemsize;
+  meta.shape.assign(t.shape, t.shape + t.ndim);
+  meta.nbytes = meta.itemsize;
+  for (const auto d : meta.shape) meta.nbytes *= static_cast<std::uint64_t>(d);
+  view = TensorView{};
+  view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
+  view.nbytes = meta.nbytes;
+  view.itemsize = meta.itemsize;
+  if (!row_major(t.shape, t.strides, t.ndim)) {
+    view.contiguous = false;
+    view.shape = meta.shape;
+    view.strides.resize(meta.shape.size());
+    for (std::int32_t d = 0; d < t.ndim; ++d) {
+      view.strides[static_cast<std::size_t>(d)] = t.strides[d] * static_cast<std::int64_t>(meta.itemsize);
+    }
+    normalize(view);
+  }
+  return true;
+}
+
+TensorTable::~TensorTable() { clear(); }
+
+void TensorTable::clear() {
+  for (PyObject* name : names_) Py_DECREF(name);
+  for (auto& id : identities_) Py_XDECREF(id.weak);
+  names_.clear();
+  identities_.clear();
+  metas_.clear();
+  views_.clear();
+  element_strides_.clear();
+  index_.clear();
+  overlaps_.clear();
+  changed_ = moved_ = true;
+  checked_ = false;
+}
+
+void TensorTable::set_identity(std::size_t index, PyObject* object) {
+  Identity& id = identities_[index];
+  Py_XDECREF(id.weak);
+  id.object = object;
+  id.weak = PyWeakref_NewRef(object, nullptr);
+  if (id.weak == nullptr) {
+    PyErr_Clear();
+    id.object = nullptr;
+  }
+}
+
+// The same object as last time, alive ever since, describing the same memory.
+bool TensorTable::unchanged(std::size_t index, PyObject* object) {
+  const TorchAccess& torch = TorchAccess::get();
+  Identity& id = identities_[index];
+  if (torch.exchange_ == nullptr || id.object != object || PyWeakref_GetObject(id.weak) != object) return false;
+  DlTensor t{};
+  if (torch.exchange_(object, &t) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const TensorMeta& meta = metas_[index];
+  TensorView& view = views_[index];
+  if (static_cast<std::size_t>(t.ndim) != meta.shape.size() || (t.device.type != kDlCpu && t.device.type != kDlPinned)) return false;
+  if (!std::equal(meta.shape.begin(), meta.shape.end(), t.shape)) return false;
+  const auto dtype = torch.dtypes_.find(dtype_key(t.dtype));
+  if (dtype == torch.dtypes_.end() || dtype->second.itemsize == 0 || dtype->second.name != meta.dtype) return false;
+  const auto& strides = element_strides_[index];
+  if (strides.empty() ? !row_major(t.shape, t.strides, t.ndim)
+                      : t.strides == nullptr || !std::equal(strides.begin(), strides.end(), t.strides)) {
+    return false;
+  }
+  // Conjugation is lazy and changes no address.
+  if (dtype->second.complex && (calls_true(object, is_conj_name()) || calls_true(object, is_neg_name()))) return false;
+  auto* const data = static_cast<std::byte*>(t.data) + t.byte_offset;
+  // Other memory under the same object (x.data = y): everything about it is looked at anew.
+  return data == view.data;
+}
+
+void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& view) {
+  TensorMeta& old = metas_[index];
+  if (old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize || old.nbytes != meta.nbytes) {
+    changed_ = true;
+    meta.name = std::move(old.name);
+    meta.tie = Tie{};
+    old = std::move(meta);
+  }
+  auto& strides = element_strides_[index];
+  strides.clear();
+  views_[index] = std::move(view);
+  moved_ = true;
+  checked_ = false;
+}
+
+py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
+  const std::size_t n = names.size();
+  changed_ = false;
+  bool same_names = n == names_.size();
+  for (std::size_t i = 0; same_names && i < n; ++i) {
+    PyObject* const name = PyList_GET_ITEM(names.ptr(), static_cast<Py_ssize_t>(i));
+    if (name == names_[i]) continue;
+    const int equal = PyUnicode_Check(name) ? PyObject_RichCompareBool(name, names_[i], Py_EQ) : 0;
+    if (equal < 0) throw py::error_already_set();
+    same_names = equal == 1;
+  }
+  if (!same_names) {
+    clear();
+    names_.reserve(n);
+    identities_.resize(n);
+    metas_.resize(n);
+    views_.resize(n);
+    element_strides_.resize(n);
+    for (std::size_t i = 0; i < n; ++i) {
+      PyObject* const name = PyList_GET_ITEM(names.ptr(), static_cast<Py_ssize_t>(i));
+      Py_ssize_t length = 0;
+      const char* const text = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &length) : nullptr;
+      if (text == nullptr) {
+        PyErr_Clear();
+        clear();
+        throw InvalidArgument(concat("rank ", rank_, ": the name of tensor number ", i, " is ",
+                                     py::repr(name).cast<std::string>(), ", not a valid str (UTF-8 without lone surrogates)"),
+                              rank_);
+      }
+      metas_[i].name.assign(text, static_cast<std::size_t>(length));
+      Py_INCREF(name);
+      names_.push_back(name);
+    }
+    for (std::size_t i = 0; i < n; ++i) {
+      if (!index_.try_emplace(metas_[i].name, static_cast<std::uint32_t>(i)).second) {
+        const std::string duplicate = metas_[i].name;
+        clear();
+        throw InvalidArgument(concat("rank ", rank_, ": tensor name '", duplicate, "' comes twice; names must be unique"), rank_);
+      }
+    }
+    changed_ = true;
+  }
+  py::list slow;
+  const TorchAccess& torch = TorchAccess::get();
+  for (std::size_t i = 0; i < n; ++i) {
+    PyObject* const object = PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
+    // The objects are scattered over the heap: ask for the next ones' memory before they are needed. A torch tensor's
+    // object holds a pointer to its implementation 16 or 24 bytes in; a prefetch of anything else does no harm.
+    if (i + 8 < n) __builtin_prefetch(PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i + 8)));
+    if (same_names && unchanged(i, object)) continue;
+    TensorMeta meta;
+    TensorView view;
+    if (torch.describe(object, meta, view)) {
+      std::vector<std::int64_t> strides;
+      install(i, std::move(meta), std::move(view));
+      if (!views_[i].contiguous || views_[i].nbytes == 0) {
+        DlTensor t{};
+        if (torch.exchange_(object, &t) == 0 && t.strides != nullptr) {
+          element_strides_[i].assign(t.strides, t.strides + t.ndim);
+        }
+      }
+      set_identity(i, object);
+    } else {
+      identities_[i].object = nullptr;
+      slow.append(i);
+    }
+  }
+  return slow;
+}
+
+void TensorTable::describe(std::size_t index, const std::string& dtype, const std::vector<std::int64_t>& shape,
+                           const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real,
+                           bool flip_imag, bool is_complex) {
+  if (index >= metas_.size()) throw InternalError(concat("no tensor number ", index));
+  TensorMeta meta;
+  meta.dtype = dtype;
+  meta.shape = shape;
+  meta.itemsize = itemsize;
+  meta.nbytes = itemsize;
+  for (const auto d : shape) meta.nbytes *= static_cast<std::uint64_t>(d);
+  TensorView view;
+  view.data = reinterpret_cast<std::byte*>(address);
+  view.nbytes = meta.nbytes;
+  view.itemsize = itemsize;
+  view.flip_real = flip_real ? 1 : 0;
+  view.flip_imag = flip_imag ? 1 : 0;
+  view.complex = is_complex;
+  std::vector<std::int64_t> strides;
+  if (!byte_strides.is_none()) {
+    view.contiguous = false;
+    view.shape = shape;
+    view.strides = byte_strides.cast<std::vector<std::int64_t>>();
+    if (view.strides.size() != shape.size()) throw InternalError("strides and shape differ in length");
+    for (const auto s : view.strides) strides.push_back(s / static_cast<std::int64_t>(itemsize));
+    normalize(view);
+  }
+  install(index, std::move(meta), std::move(view));
+  element_strides_[index] = std::move(strides);
+}
+
+namespace {
+struct Range {
+  std::uint64_t low;
+  std::uint64_t high;
+  std::uint32_t index;
+};
+std::vector<Range> sorted_ranges(std::span<const TensorView> views) {
+  std::vector<Range> ranges;
+  ranges.reserve(views.size());
+  for (std::size_t i = 0; i < views.size(); ++i) {
+    if (views[i].nbytes == 0) continue;
+    const ByteRange r = touched_range(views[i]);
+    const auto base = reinterpret_cast<std::uint64_t>(views[i].data);
+    ranges.push_back({base + static_cast<std::uint64_t>(r.low), base + static_cast<std::uint64_t>(r.high),
+                      static_cast<std::uint32_t>(i)});
+  }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return a.low != b.low ? a.low < b.low : a.index < b.index;
+  });
+  return ranges;
+}
+
+std::vector<std::int64_t> row_major_strides(const std::vector<std::int64_t>& shape) {
+  std::vector<std::int64_t> strides(shape.size());
+  std::int64_t step = 1;
+  for (std::size_t d = shape.size(); d-- > 0;) {
+    strides[d] = step;
+    step *= std::max<std::int64_t>(shape[d], 1);
+  }
+  return strides;
+}
+
+// Strides of size-1 dimensions mean nothing, and torch fills them in differently.
+std::vector<std::int64_t> comparable_strides(const std::vector<std::int64_t>& strides, const std::vector<std::int64_t>& shape) {
+  std::vector<std::int64_t> out = strides.empty() ? row_major_strides(shape) : strides;
+  for (std::size_t d = 0; d < out.size(); ++d) {
+    if (shape[d] == 1) out[d] = 0;
+  }
+  return out;
+}
+}  // namespace
+
+void TensorTable::find_ties() {
+  if (!moved_) return;
+  std::vector<Tie> ties(metas_.size());
+  const auto ranges = sorted_ranges(views_);
+  std::uint32_t groups = 0;
+  for (std::size_t i = 0; i < ranges.size();) {
+    std::uint64_t high = ranges[i].high;
+    std::size_t end = i + 1;
+    while (end < ranges.size() && ranges[end].low < high) high = std::max(high, ranges[end++].high);
+    if (end - i > 1) {
+      ++groups;
+      for (std::size_t k = i; k < end; ++k) {
+        const std::uint32_t t = ranges[k].index;
+        ties[t].group = groups;
+        ties[t].byte_offset = reinterpret_cast<std::uint64_t>(views_[t].data) - ranges[i].low;
+        ties[t].strides = comparable_strides(element_strides_[t], metas_[t].shape);
+      }
+    }
+    i = end;
+  }
+  // Group numbers follow addresses, which differ from call to call: number them by first name instead.
+  std::vector<std::uint32_t> renumber(groups + 1, 0);
+  std::uint32_t next = 0;
+  for (auto& tie : ties) {
+    if (tie.group == 0) continue;
+    if (renumber[tie.group] == 0) renumber[tie.group] = ++next;
+    tie.group = renumber[tie.group];
+  }
+  for (std::size_t i = 0; i < ties.size(); ++i) {
+    if (metas_[i].tie == ties[i]) continue;
+    metas_[i].tie = std::move(ties[i]);
+    changed_ = true;
+  }
+  moved_ = false;
+}
+
+Manifest TensorTable::manifest() const {
+  Manifest out;
+  for (const TensorMeta& meta : metas_) out.append(meta);
+  return out;
+}
+
+std::vector<std::int64_t> TensorTable::comparable(std::size_t i) const {
+  return comparable_strides(element_strides_[i], metas_[i].shape);
+}
+
+void TensorTable::check_destinations() {
+  if (checked_) return;
+  for (std::size_t i = 0; i < views_.size(); ++i) {
+    if (!views_[i].contiguous && overlaps_itself(views_[i])) {
+      throw InvalidArgument(concat("rank ", rank_, ": destination ", fastsync::describe(metas_[i]),
+                                   " overlaps itself (an expanded or overlapping view); give a tensor whose elements each "
+                                   "have their own memory, e.g. .clone()"),
+                            rank_);
+    }
+  }
+  overlaps_.clear();
+  const auto ranges = sorted_ranges(views_);
+  for (std::size_t i = 0; i < ranges.size(); ++i) {
+    for (std::size_t k = i + 1; k < ranges.size() && ranges[k].low < ranges[i].high; ++k) {
+      if (share_bytes(views_[ranges[i].index], views_[ranges[k].index])) {
+        overlaps_.emplace_back(ranges[i].index, ranges[k].index);
+      }
+    }
+  }
+  checked_ = true;
+}
+
+// --- destinations ---------------------------------------------------------------------------------------------------
+
+void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) {
+  found_.resize(table_.size(), -1);
+  views.reserve(last);
+  for (std::size_t i = first; i < last; ++i) {
+    const TensorMeta& sent = manifest[i];
+    const auto it = table_.index().find(sent.name);
+    if (it == table_.index().end()) {
+      lists_.unexpected.push_back(sent.name);
+      views.emplace_back();
+      if (strict_ && streaming_) {
+        throw ManifestMismatch(concat("rank ", table_.rank(), ": the source sends ", describe(sent),
+                                      ", which has no destination here (strict=False skips such tensors)"),
+                               table_.rank());
+      }
+      continue;
+    }
+    const TensorMeta& mine = table_.meta(it->second);
+    if (mine.dtype != sent.dtype || mine.shape != sent.shape) {
+      throw ManifestMismatch(concat("rank ", table_.rank(), ": tensor '", sent.name, "': the source sends ", describe(sent),
+                                    ", the destination is ", describe(mine), "; ",
+                                    mine.dtype != sent.dtype ? "dtypes" : "shapes", " must be equal (nothing is cast or reshaped)"),
+                             table_.rank());
+    }
+    found_[it->second] = static_cast<std::int64_t>(i);
+    views.push_back(table_.view(it->second));
+    // An empty tensor has no fragment; a view without bytes is "no destination", which is the same thing here.
+  }
+  if (streaming_ && !table_.overlaps().empty()) {
+    const auto [a, b] = table_.overlaps().front();
+    throw InvalidArgument(concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '", table_.meta(b).name,
+                                 "' share memory; with a generator as the source nothing says that they may: pass a mapping "
+                                 "at the source, or separate tensors here"),
+                          table_.rank());
+  }
+}
+
+void TableBinder::finish(const Manifest& manifest) {
+  found_.resize(table_.size(), -1);
+  for (std::size_t k = 0; k < found_.size(); ++k) {
+    if (found_[k] < 0) lists_.missing.push_back(table_.meta(k).name);
+  }
+  if (strict_ && (!lists_.missing.empty() || !lists_.unexpected.empty())) {
+    std::string text = concat("rank ", table_.rank(), ": ");
+    if (!lists_.unexpected.empty()) {
+      text += concat(lists_.unexpected.size(), " tensor(s) of the source have no destination here (unexpected: ",
+                     quoted_list(lists_.unexpected), ")");
+    }
+    if (!lists_.missing.empty()) {
+      text += concat(lists_.unexpected.empty() ? "" : "; ", lists_.missing.size(),
+                     " destination(s) are not sent by the source (missing: ", quoted_list(lists_.missing), ")");
+    }
+    throw ManifestMismatch(text + "; names are compared exactly, strict=False syncs what both have", table_.rank());
+  }
+  if (!streaming_) check_sharing(manifest);
+}
+
+void TableBinder::check_sharing(const Manifest& manifest) const {
+  for (const auto& [a, b] : table_.overlaps()) {
+    if (found_[a] < 0 || found_[b] < 0) {
+      // One of the two is not written, but the other write would change it.
+      if (found_[a] < 0 && found_[b] < 0) continue;
+    } else {
+      const Tie& sa = manifest[static_cast<std::size_t>(found_[a])].tie;
+      const Tie& sb = manifest[static_cast<std::size_t>(found_[b])].tie;
+      const auto here = reinterpret_cast<std::uint64_t>(table_.view(b).data) - reinterpret_cast<std::uint64_t>(table_.view(a).data);
+      const auto there = sb.byte_offset - sa.byte_offset;
+      if (sa.group != 0 && sa.group == sb.group && here == there && table_.comparable(a) == sa.strides &&
+          table_.comparable(b) == sb.strides) {
+        continue;
+      }
+    }
+    throw InvalidArgument(concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '",
+                                   table_.meta(b).name,
+                                   "' share memory, but the source's tensors of these names do not share it in the same way; "
+                                   "one would overwrite the other: give them separate memory, or tie them on both sides"),
+                            table_.rank());
+  }
+}
+
+}  // namespace fastsync::binding

@@ -1,0 +1,125 @@
+// The caller's tensors, described once and looked at again on every sync.
+//
+// A TensorTable remembers, per name, where a tensor's bytes are and what they mean. refresh() compares the tensors of a
+// new call with what it remembers: through torch's DLPack exchange function (no per-tensor Python), and by an object's
+// identity where that is enough. Only what is new, changed or unusual is handed back to Python to be described there.
+//
+// Ownership: no reference to a tensor is kept, only weak ones: a caller that drops its weights after a sync frees them.
+// Threads: the interpreter lock must be held, except for views(), bind() and finish().
+// Errors: InvalidArgument / ManifestMismatch naming rank and tensor.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bucket/manifest.h"
+#include "bucket/packer.h"
+#include "sync/weight_receiver.h"
+
+namespace fastsync::binding {
+
+namespace py = pybind11;
+
+// What refresh() and push() need to know of torch; set once by the Python package.
+class TorchAccess {
+ public:
+  static TorchAccess& get();
+  // `exchange`: the capsule torch.Tensor.__dlpack_c_exchange_api__, or None when this torch has none.
+  void configure(const py::object& exchange, const py::tuple& plain_types);
+  // Learns which DLPack dtype stands for torch's `name`, from an example. Ambiguous ones are left to Python.
+  void learn_dtype(const py::handle& example, const std::string& name, std::uint32_t itemsize);
+  // Fills meta (all but the name) and view for a plain CPU torch tensor; false: let Python describe it.
+  [[nodiscard]] bool describe(const py::handle& object, TensorMeta& meta, TensorView& view) const;
+
+ private:
+  struct DtypeEntry {
+    std::string name;
+    std::uint32_t itemsize = 0;  // 0: ambiguous
+    bool complex = false;
+  };
+  int (*exchange_)(void*, void*) = nullptr;
+  std::vector<PyObject*> plain_types_;  // kept alive for ever: they are torch's classes
+  std::unordered_map<std::uint32_t, DtypeEntry> dtypes_;
+  friend class TensorTable;
+};
+
+class TensorTable {
+ public:
+  explicit TensorTable(int rank) : rank_(rank) {}
+  ~TensorTable();
+  TensorTable(const TensorTable&) = delete;
+  TensorTable& operator=(const TensorTable&) = delete;
+
+  // Returns the indices that Python must describe(). After those, check_names().
+  py::list refresh(const py::list& names, const py::list& objects);
+  void describe(std::size_t index, const std::string& dtype, const std::vector<std::int64_t>& shape,
+                const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real, bool flip_imag,
+                bool is_complex);
+  // Something that goes into the manifest (a name, dtype, shape or tie) changed in the last refresh().
+  [[nodiscard]] bool changed() const noexcept { return changed_; }
+
+  // Source: finds names that share memory, and the manifest of it all. Throws InvalidArgument.
+  void find_ties();
+  [[nodiscard]] Manifest manifest() const;
+  [[nodiscard]] std::span<const TensorView> views() const noexcept { return views_; }
+
+  // Destination: refuses tensors that overlap themselves. Throws InvalidArgument naming the first.
+  void check_destinations();
+
+  [[nodiscard]] std::size_t size() const noexcept { return metas_.size(); }
+  [[nodiscard]] const TensorMeta& meta(std::size_t i) const noexcept { return metas_[i]; }
+  [[nodiscard]] const TensorView& view(std::size_t i) const noexcept { return views_[i]; }
+  [[nodiscard]] const std::unordered_map<std::string, std::uint32_t>& index() const noexcept { return index_; }
+  // Pairs of entries that share at least one byte; recomputed when an address changed.
+  [[nodiscard]] const std::vector<std::pair<std::uint32_t, std::uint32_t>>& overlaps() const noexcept { return overlaps_; }
+  // Strides in elements, size-1 dimensions set to 0: comparable with Tie::strides.
+  [[nodiscard]] std::vector<std::int64_t> comparable(std::size_t i) const;
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  void clear();
+
+ private:
+  struct Identity {
+    PyObject* object = nullptr;  // borrowed: compared, never followed unless `weak` is alive
+    PyObject* weak = nullptr;    // owned weak reference
+  };
+  void set_identity(std::size_t index, PyObject* object);
+  [[nodiscard]] bool unchanged(std::size_t index, PyObject* object);
+  void install(std::size_t index, TensorMeta&& meta, TensorView&& view);
+
+  int rank_;
+  std::vector<PyObject*> names_;  // owned; compared by identity first
+  std::vector<Identity> identities_;
+  std::vector<TensorMeta> metas_;
+  std::vector<TensorView> views_;
+  std::vector<std::vector<std::int64_t>> element_strides_;
+  std::unordered_map<std::string, std::uint32_t> index_;
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> overlaps_;
+  bool changed_ = true;
+  bool moved_ = true;      // an address, shape or stride changed since overlaps_ and ties were computed
+  bool checked_ = false;   // check_destinations() passed and nothing changed since
+};
+
+// Destinations of a table, for WeightReceiver.
+class TableBinder final : public DestinationBinder {
+ public:
+  TableBinder(const TensorTable& table, bool strict, bool streaming) : table_(table), strict_(strict), streaming_(streaming) {}
+  void bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) override;
+  void finish(const Manifest& manifest) override;
+  [[nodiscard]] const ReadyLists& lists() const noexcept { return lists_; }
+
+ private:
+  void check_sharing(const Manifest& manifest) const;
+  const TensorTable& table_;
+  bool strict_;
+  bool streaming_;
+  std::vector<std::int64_t> found_;  // per table entry: manifest index, -1 if none yet
+  std::vector<std::string> problems_;
+  ReadyLists lists_;
+};
+
+}  // namespace fastsync::binding

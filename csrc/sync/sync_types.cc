@@ -1,0 +1,27 @@
+#include "sync/sync_types.h"
+
+#include <algorithm>
+
+namespace fastsync {
+
+std::shared_ptr<const SyncPlan> PlanCache::find(std::uint64_t fingerprint) const {
+  for (const auto& plan : plans_) {
+    if (plan->manifest.fingerprint() == fingerprint) return plan;
+  }
+  return nullptr;
+}
+
+void PlanCache::put(std::shared_ptr<const SyncPlan> plan) {
+  const auto same = [&](const auto& other) { return other->manifest.fingerprint() == plan->manifest.fingerprint(); };
+  plans_.erase(std::remove_if(plans_.begin(), plans_.end(), same), plans_.end());
+  plans_.push_front(std::move(plan));
+  if (plans_.size() > kCapacity) plans_.pop_back();
+}
+
+std::vector<std::uint64_t> PlanCache::fingerprints() const {
+  std::vector<std::uint64_t> out;
+  for (const auto& plan : plans_) out.push_back(plan->manifest.fingerprint());
+  return out;
+}
+
+}  // namespace fastsync

@@ -1,0 +1,655 @@
+#include "sync/weight_receiver.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "comm/shm/shm_communicator.h"
+#include "common/cpu.h"
+
+namespace fastsync {
+
+namespace {
+constexpr std::chrono::milliseconds kDrainPatience{500};
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double as_seconds(std::chrono::nanoseconds d) { return std::chrono::duration<double>(d).count(); }
+}  // namespace
+
+class WeightReceiver::Headers final : public HeaderChannel {
+ public:
+  explicit Headers(WeightReceiver& receiver) : receiver_(receiver) {}
+  void send(const BucketHeader& /*header*/) override { throw InternalError("a receiver sends no bucket headers"); }
+  BucketHeader receive(Wait& wait) override {
+    BucketHeader header;
+    while (!try_receive(header)) {
+      if (wait.expired()) throw TimeoutError("no bucket was announced");
+      Link* const link = receiver_.link_.get();
+      wait_readable({&link, 1}, -1, wait.slice());
+      wait.check();
+    }
+    wait.progress();
+    return header;
+  }
+  void wait_released(std::uint64_t /*count*/, Wait& /*wait*/) override {}
+  [[nodiscard]] int slowest_receiver() const noexcept override { return -1; }
+  void report_released(std::uint64_t count) override {
+    if (receiver_.link_) receiver_.link_->send(FrameType::kReleased, receiver_.sync_, count);
+  }
+  bool try_receive(BucketHeader& header) override {
+    if (receiver_.announced_.empty()) receiver_.pump();
+    if (receiver_.announced_.empty()) return false;
+    header = receiver_.announced_.front();
+    receiver_.announced_.pop_front();
+    return true;
+  }
+
+ private:
+  WeightReceiver& receiver_;
+};
+
+WeightReceiver::WeightReceiver(Identity identity)
+    : identity_(std::move(identity)), headers_(std::make_unique<Headers>(*this)) {}
+
+WeightReceiver::~WeightReceiver() { close(false); }
+
+void WeightReceiver::drop_data_plane() noexcept {
+  slot_.reset();
+  comm_.reset();
+  comm_generation_ = 0;
+}
+
+void WeightReceiver::open(std::chrono::nanoseconds timeout, Hook hook) {
+  if (active_) throw StateError("a sync is already running on this group");
+  if (lost_) throw Error(*lost_);
+  active_ = true;
+  timeout_ = timeout;
+  hook_ = std::move(hook);
+  joined_ = began_ = go_ = committed_ = wrote_ = failed_by_source_ = false;
+  failure_.reset();
+  phase_ = "join";
+  phases_ = {};
+  next_bucket_ = bytes_ = 0;
+  tensors_done_ = 0;
+  stalled_rank_ = -1;
+  needs_external_ = false;
+  announced_.clear();
+  ++call_;
+  waiting_since_ = last_said_ = Clock::now();
+}
+
+bool WeightReceiver::connect(OwnedFd socket) {
+  drop_data_plane();  // it belonged to the source's previous session
+  source_closed_ = false;
+  auto link = std::make_unique<Link>(std::move(socket));
+  if (link->is_unix()) {
+    if (link->peer_uid() != ::geteuid()) {
+      throw CommError(concat("rank ", identity_.source, "'s socket belongs to user ", link->peer_uid(), ", this process to ",
+                             ::geteuid(), "; run all ranks as one user"),
+                      identity_.source);
+    }
+    link->watch_process();
+  }
+  Hello hello;
+  hello.rank = static_cast<std::uint32_t>(identity_.rank);
+  hello.world = static_cast<std::uint32_t>(identity_.ranks.size());
+  hello.source = static_cast<std::uint32_t>(identity_.source);
+  hello.pid = static_cast<std::uint64_t>(::getpid());
+  hello.library_version = identity_.library_version;
+  hello.token = identity_.token;
+  hello.host = identity_.host;
+  link->send(FrameType::kHello, 0, 0, encode(hello));
+  // The source answers when it is in a call; frames wait in the socket until then. So connected means accepted by the
+  // kernel, and join() finds the Welcome or the Reject.
+  link_ = std::move(link);
+  welcomed_ = false;
+  call_ = 1;
+  last_sync_ = 0;
+  unpaired_ = false;
+  return true;
+}
+
+void WeightReceiver::throw_if_failed() const {
+  if (failure_) throw Error(*failure_);
+  if (lost_) throw Error(*lost_);
+}
+
+void WeightReceiver::pump() {
+  if (!link_) return;
+  link_->poll_now();
+  try {
+    while (auto frame = link_->receive()) {
+      handle(*frame);
+      if (!link_) return;
+    }
+  } catch (const Error& error) {
+    link_->close();
+    throw CommError(concat("rank ", identity_.source, " (the source): ", error.what()), identity_.source);
+  }
+  if (link_->gone() && !source_closed_ && !lost_) {
+    if (!welcomed_ && !link_->process_ended()) {  // it closed its listener before it took our connection
+      source_closed_ = true;
+      return;
+    }
+    lost_.emplace(ErrorKind::kPeerLost,
+                  concat("rank ", identity_.source, " (the source) was lost, phase '", phase_, "'",
+                         phase_ == std::string_view("buckets") ? concat(", bucket ", next_bucket_) : "", ": its process",
+                         link_->peer_pid() > 0 ? concat(" (pid ", link_->peer_pid(), ")") : "",
+                         " ended or its connection broke; make a new process group without it"),
+                  identity_.source);
+  }
+}
+
+void WeightReceiver::handle(Frame& frame) {
+  const bool current = began_ && frame.sync == sync_;
+  if (frame.type != FrameType::kDescriptors || !current) {
+    for (const int fd : frame.descriptors) ::close(fd);
+    frame.descriptors.clear();
+  }
+  switch (frame.type) {
+    case FrameType::kWelcome:
+      welcomed_ = true;
+      last_sync_ = std::max(last_sync_, frame.sync);
+      return;
+    case FrameType::kReject: {
+      Failure failure;
+      decode(frame.payload, failure);
+      failure_.emplace(failure.kind, concat("rank ", identity_.source, " refused the connection: ", failure.message),
+                       static_cast<int>(failure.rank));
+      link_->close();
+      source_closed_ = true;
+      return;
+    }
+    case FrameType::kBegin: {
+      last_sync_ = std::max(last_sync_, frame.sync);
+      if (!joined_ || began_ || frame.aux != call_) return;
+      decode(frame.payload, begin_);
+      sync_ = frame.sync;
+      began_ = true;
+      unpaired_ = false;
+      // Prepared here, because everything that belongs to this sync may follow in the same read.
+      descriptors_.clear();
+      announced_.clear();
+      deviated_ = false;
+      planner_.reset();
+      planned_entries_ = 0;
+      saw_last_ = false;
+      grown_ = Manifest{};
+      plan_ = plans_.find(begin_.fingerprint);
+      held_plan_ = plan_ != nullptr && begin_.manifest_follows == 0;
+      if (begin_.manifest_follows != 0) plan_.reset();
+      expected_entries_ = begin_.manifest_follows != 0 ? begin_.tensors : 0;
+      return;
+    }
+    case FrameType::kManifest:
+      if (current) grown_.append_serialized(frame.payload);
+      return;
+    case FrameType::kDeviate:
+      if (!current || deviated_) return;
+      deviate_at_ = frame.aux;
+      if (deviate_at_ > (plan_ ? plan_->manifest.size() : 0)) {
+        throw CommError(concat("the source left its plan at entry ", deviate_at_, " of a plan that this rank does not hold"));
+      }
+      grown_ = Manifest{};
+      for (std::size_t i = 0; i < deviate_at_; ++i) grown_.append(plan_->manifest[i]);
+      deviated_ = true;
+      return;
+    case FrameType::kGo:
+      if (current) go_ = true;
+      return;
+    case FrameType::kDescriptors:
+      if (!current) return;
+      for (const int fd : descriptors_) ::close(fd);
+      descriptors_ = std::move(frame.descriptors);
+      reader_index_ = frame.aux;
+      return;
+    case FrameType::kBucket: {
+      if (!current) return;
+      BucketHeader header;
+      decode(frame.payload, header);
+      announced_.push_back(header);
+      if (announced_.size() > 4096) throw CommError("too many buckets announced");
+      return;
+    }
+    case FrameType::kCommit:
+      if (current) committed_ = true;
+      return;
+    case FrameType::kFail: {
+      Failure failure;
+      decode(frame.payload, failure);
+      const bool newer = frame.sync > last_sync_;
+      last_sync_ = std::max(last_sync_, frame.sync);
+      bool mine = false;
+      if (failure.answers != 0) {
+        mine = failure.answers == call_ && joined_;
+      } else if (newer && unpaired_) {
+        unpaired_ = false;  // the call it belongs to already failed here
+      } else {
+        mine = newer && !began_;
+      }
+      if (began_ && frame.sync == sync_) failed_by_source_ = true;
+      if (mine && failure.kind == ErrorKind::kPeerLost && !lost_) {
+        lost_.emplace(failure.kind, failure.message, static_cast<int>(failure.rank));
+      }
+      if (mine && !failure_) failure_.emplace(failure.kind, failure.message, static_cast<int>(failure.rank));
+      return;
+    }
+    case FrameType::kStall:
+      if (!current && !(joined_ && !began_)) return;
+      stalled_rank_ = static_cast<int>(frame.aux);
+      stalled_at_ = Clock::now();
+      return;
+    case FrameType::kBye: {
+      const std::string why(reinterpret_cast<const char*>(frame.payload.data()), frame.payload.size());
+      link_->close();
+      source_closed_ = true;
+      if (why == "exit") {
+        lost_.emplace(ErrorKind::kPeerLost,
+                      concat("rank ", identity_.source, " (the source) was lost: its process ended; make a new process group"),
+                      identity_.source);
+      }
+      return;
+    }
+    default:
+      throw CommError(concat("unexpected control frame of type ", static_cast<int>(frame.type)));
+  }
+}
+
+void WeightReceiver::tick() {
+  last_tick_ = Clock::now();
+  if (hook_) hook_();
+  pump();
+  throw_if_failed();
+  if (source_closed_) {
+    if (began_) {
+      throw PeerFailedError(concat("rank ", identity_.source, " (the source) closed its session during the sync"),
+                            identity_.source);
+    }
+    throw SourceClosed();
+  }
+  say_waiting();
+}
+
+// A rank that waits for data says so: the source then knows that it is not the one that is stuck.
+void WeightReceiver::say_waiting() {
+  if (!began_ || !link_ || phase_ != std::string_view("buckets")) return;
+  const auto period = stall_period(timeout_);
+  const auto now = Clock::now();
+  if (now - waiting_since_ < period || now - last_said_ < period) return;
+  last_said_ = now;
+  link_->send(FrameType::kStall, sync_, next_bucket_);
+}
+
+void WeightReceiver::time_out(const std::string& what) {
+  const bool other = stalled_rank_ >= 0 && Clock::now() - stalled_at_ < 4 * stall_period(timeout_);
+  const int rank = other ? stalled_rank_ : identity_.source;
+  throw TimeoutError(
+      concat(began_ ? concat("sync ", sync_, ", ") : "", "phase '", phase_, "': ",
+             other ? concat("rank ", rank, " held everybody up: ") : concat("rank ", rank, " (the source) did not "), what,
+             " within ", as_seconds(timeout_),
+             " s; it is stopped, stuck or not in its call (every rank of the group must call; raise timeout_s if it is only slow)"),
+      rank);
+}
+
+void WeightReceiver::wait_until(const char* what, const std::function<bool()>& done) {
+  waiting_since_ = Clock::now();
+  Wait wait(timeout_, nullptr);
+  std::size_t entries = grown_.size();
+  for (;;) {
+    tick();
+    if (done()) return;
+    if (grown_.size() != entries) {
+      entries = grown_.size();
+      wait.progress();
+    }
+    if (wait.expired()) time_out(what);
+    Link* const link = link_.get();
+    wait_readable({&link, 1}, -1, wait.slice());
+  }
+}
+
+void WeightReceiver::announce(const std::string& transport) {
+  phase_ = "join";
+  // What the source said while this rank was away comes first: a failed sync that it missed ends this call.
+  pump();
+  throw_if_failed();
+  if (source_closed_) throw SourceClosed();
+  Join join;
+  join.call = call_;
+  join.last_sync = last_sync_;
+  join.comm_generation = comm_ ? comm_generation_ : 0;
+  join.transport = transport;
+  join.manifests = plans_.fingerprints();
+  joined_ = true;
+  link_->send(FrameType::kJoin, 0, 0, encode(join));
+}
+
+const Begin& WeightReceiver::join(const std::string& transport) {
+  const auto start = Clock::now();
+  announce(transport);
+  wait_until("begin a sync", [this] { return began_; });
+  phase_ = "check";
+  if (begin_.fingerprint != 0 && !plan_ && begin_.manifest_follows == 0 && begin_.tensors != 0) {
+    throw CommError("the source names a plan that this rank does not hold", identity_.source);
+  }
+  if (begin_.manifest_follows != 0) {
+    wait_until("send the manifest", [this] { return grown_.size() >= expected_entries_; });
+    if (grown_.size() != expected_entries_ || grown_.fingerprint() != begin_.fingerprint) {
+      throw CommError(concat("the manifest arrived with ", grown_.size(), " entries and fingerprint ", std::hex,
+                             grown_.fingerprint(), ", announced were ", std::dec, expected_entries_, " and ", std::hex,
+                             begin_.fingerprint),
+                      identity_.source);
+    }
+    auto plan = std::make_shared<SyncPlan>();
+    plan->manifest = std::move(grown_);
+    grown_ = Manifest{};
+    plan->buckets = BucketPlan::make(plan->manifest, std::max<std::uint64_t>(begin_.bucket_bytes, 1));
+    plan_ = plan;
+    plans_.put(std::move(plan));
+  } else if (plan_ && begin_.streaming == 0 && plan_->buckets.bucket_bytes != begin_.bucket_bytes) {
+    auto plan = std::make_shared<SyncPlan>();
+    plan->manifest = plan_->manifest;
+    plan->buckets = BucketPlan::make(plan->manifest, std::max<std::uint64_t>(begin_.bucket_bytes, 1));
+    plan_ = plan;
+    plans_.put(std::move(plan));
+  }
+  phases_.wait += seconds_since(start);
+  return begin_;
+}
+
+void WeightReceiver::bind(DestinationBinder& binder) {
+  views_.clear();
+  if (begin_.streaming != 0) return;  // a generator's tensors are checked as they are reached
+  binder.bind(plan_->manifest, 0, plan_->manifest.size(), views_);
+  binder.finish(plan_->manifest);
+}
+
+void WeightReceiver::ready() {
+  const auto start = Clock::now();
+  link_->send(FrameType::kReady, sync_, 0);
+  wait_until("report that every rank is ready", [this] { return go_; });
+  const bool has_data = begin_.comm_generation != 0;
+  if (has_data && begin_.transport == "shm") {
+    if (!comm_ || comm_->name() != "shm" || comm_generation_ != begin_.comm_generation) {
+      drop_data_plane();
+      if (descriptors_.size() != 2) {
+        throw CommError(concat("the source passed ", descriptors_.size(), " descriptors, 2 were expected"), identity_.source);
+      }
+      const OwnedFd control(descriptors_[0]);
+      const OwnedFd data(descriptors_[1]);
+      descriptors_.clear();
+      comm_ = ShmCommunicator::attach(control.get(), data.get(), static_cast<std::uint32_t>(reader_index_));
+      comm_generation_ = begin_.comm_generation;
+    }
+    comm_->reset(sync_);
+  } else if (has_data) {
+    if (!comm_ || comm_->name() == "shm" || comm_generation_ != begin_.comm_generation) {
+      drop_data_plane();
+      needs_external_ = true;
+    } else {
+      comm_->reset(sync_);
+    }
+  }
+  phase_ = "buckets";
+  wait_ = std::make_unique<Wait>(timeout_, [this] { tick(); });
+  waiting_since_ = Clock::now();
+  if (begin_.streaming != 0) planner_ = std::make_unique<BucketPlanner>(std::max<std::uint64_t>(begin_.bucket_bytes, 1));
+  phases_.wait += seconds_since(start);
+}
+
+void WeightReceiver::attach_external(ExternalOps ops) {
+  comm_ = std::make_unique<ExternalCommunicator>(ExternalCommunicator::Role::kReceiver, "gloo", begin_.buffers,
+                                                 begin_.bucket_bytes, std::move(ops), *headers_, identity_.source);
+  comm_generation_ = begin_.comm_generation;
+  comm_->reset(sync_);
+  needs_external_ = false;
+}
+
+std::shared_ptr<const Buffer> WeightReceiver::external_memory() const {
+  const auto* external = dynamic_cast<const ExternalCommunicator*>(comm_.get());
+  return external == nullptr ? nullptr : external->memory();
+}
+
+// --- buckets --------------------------------------------------------------------------------------------------------
+
+std::optional<BucketHeader> WeightReceiver::await_bucket() {
+  if (begin_.streaming != 0 ? saw_last_ : next_bucket_ >= plan_->buckets.buckets.size()) return std::nullopt;
+  const auto start = Clock::now();
+  if (start - last_tick_ > kPollInterval) tick();
+  waiting_since_ = start;
+  wait_->progress();
+  BucketHeader header;
+  try {
+    slot_ = comm_->receive(header, *wait_);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout) throw;
+    time_out(concat("send bucket ", next_bucket_));
+  }
+  if (header.index != next_bucket_ || header.used_bytes > slot_->capacity) {
+    throw CommError(concat("bucket ", next_bucket_, " arrived as bucket ", header.index, " with ", header.used_bytes, " bytes"),
+                    identity_.source);
+  }
+  phases_.transfer += seconds_since(start);
+  return header;
+}
+
+// The layout of the bucket, by our own plan; the source's header must agree with it.
+const BucketLayout& WeightReceiver::understand(const BucketHeader& header) {
+  static const BucketLayout kEmpty{};
+  if (begin_.streaming == 0) {
+    const BucketLayout& layout = plan_->buckets.buckets[next_bucket_];
+    if (layout.used_bytes != header.used_bytes || layout.tensors_end != header.tensors_end) {
+      throw CommError(concat("bucket ", next_bucket_, ": the source's plan has ", header.used_bytes, " bytes up to tensor ",
+                             header.tensors_end, ", ours ", layout.used_bytes, " and ", layout.tensors_end),
+                      identity_.source);
+    }
+    return layout;
+  }
+  const BucketFlags flags = BucketFlags::decode(header.flags);
+  if ((flags.deviated && !deviated_) || manifest().size() < flags.entries) {
+    wait_until("send the manifest of its next bucket",
+               [&] { return (!flags.deviated || deviated_) && manifest().size() >= flags.entries; });
+  }
+  if (flags.entries < planned_entries_) throw CommError("the source's manifest shrank", identity_.source);
+  for (; planned_entries_ < flags.entries; ++planned_entries_) planner_->add(manifest()[planned_entries_].nbytes);
+  if (flags.last) {
+    planner_->finish();
+    saw_last_ = true;
+  }
+  if (next_bucket_ >= planner_->buckets().size()) {
+    if (!flags.last || header.used_bytes != 0) {
+      throw CommError(concat("bucket ", next_bucket_, " is not in the plan of the entries that arrived"), identity_.source);
+    }
+    return kEmpty;
+  }
+  const BucketLayout& layout = planner_->buckets()[next_bucket_];
+  if (layout.used_bytes != header.used_bytes || layout.tensors_end != header.tensors_end) {
+    throw CommError(concat("bucket ", next_bucket_, ": the source packed ", header.used_bytes, " bytes up to tensor ",
+                           header.tensors_end, ", the entries that arrived give ", layout.used_bytes, " and ",
+                           layout.tensors_end),
+                    identity_.source);
+  }
+  return layout;
+}
+
+void WeightReceiver::verify(const BucketHeader& header, const Checksum& sum) const {
+  if (begin_.verify == 0 || sum == header.checksum) return;
+  const auto hex = [](const Checksum& c) { return concat(std::hex, c.product, "/", c.sum); };
+  throw ChecksumError(concat("rank ", identity_.rank, ", bucket ", next_bucket_, " (", header.used_bytes,
+                             " bytes): checksum ", hex(sum), " here, ", hex(header.checksum), " at rank ", identity_.source,
+                             "; the bytes changed on the way, do not use these weights and sync again"),
+                      identity_.rank);
+}
+
+void WeightReceiver::end_stream() {
+  // What the generator turned out to be is the plan of the next sync.
+  const std::uint64_t total = manifest().size();
+  for (; planned_entries_ < total; ++planned_entries_) planner_->add(manifest()[planned_entries_].nbytes);
+  planner_->finish();
+  if (!deviated_ && plan_) return;
+  auto plan = std::make_shared<SyncPlan>();
+  plan->manifest = grown_;
+  plan->buckets.bucket_bytes = begin_.bucket_bytes;
+  plan->buckets.fragments = planner_->fragments();
+  plan->buckets.buckets = planner_->buckets();
+  plans_.put(std::move(plan));
+}
+
+void WeightReceiver::receive_into(DestinationBinder& binder) {
+  const StoreMode mode = [&] {
+    // Around the cache only when the model does not fit into it anyway.
+    const std::uint64_t total = begin_.streaming != 0 ? ~std::uint64_t{0} : plan_->manifest.nbytes();
+    return total > cache_sizes().last_level / 2 ? StoreMode::kStreaming : StoreMode::kCached;
+  }();
+  std::size_t bound = 0;
+  const auto bind_upto = [&](std::size_t end) {
+    if (end > bound) binder.bind(manifest(), bound, end, views_);
+    bound = std::max(bound, end);
+  };
+  while (auto header = await_bucket()) {
+    const BucketLayout& layout = understand(*header);
+    if (begin_.streaming != 0) bind_upto(planned_entries_);
+    const auto start = Clock::now();
+    const auto& all = begin_.streaming != 0 ? planner_->fragments() : plan_->buckets.fragments;
+    const auto part = std::span<const Fragment>(all).subspan(layout.first_fragment, layout.fragment_count);
+    wrote_ = wrote_ || !part.empty();
+    const Checksum sum = unpack(slot_->data, part, views_, begin_.verify != 0, mode);
+    phases_.unpack += seconds_since(start);
+    for (const Fragment& f : part) bytes_ += f.nbytes;
+    verify(*header, sum);
+    release_bucket();
+  }
+  if (begin_.streaming != 0) {
+    bind_upto(manifest().size());
+    binder.finish(manifest());
+    end_stream();
+  }
+}
+
+std::optional<WeightReceiver::Bucket> WeightReceiver::next_bucket(bool exposed) {
+  release_bucket();
+  auto header = await_bucket();
+  if (!header) {
+    if (begin_.streaming != 0 && planner_) end_stream();
+    return std::nullopt;
+  }
+  const BucketLayout& layout = understand(*header);
+  const auto& all = begin_.streaming != 0 ? planner_->fragments() : plan_->buckets.fragments;
+  const auto part = std::span<const Fragment>(all).subspan(layout.first_fragment, layout.fragment_count);
+  if (begin_.verify != 0) {
+    const auto start = Clock::now();
+    verify(*header, checksum_bucket(slot_->data, part));
+    phases_.unpack += seconds_since(start);
+  }
+  if (exposed) comm_->mark_exposed(*slot_);
+  Bucket bucket;
+  bucket.data = slot_->data;
+  bucket.used_bytes = header->used_bytes;
+  bucket.tensors_begin = tensors_done_;
+  bucket.tensors_end = layout.fragment_count == 0 ? tensors_done_ : layout.tensors_end;
+  tensors_done_ = bucket.tensors_end;
+  for (const Fragment& f : part) {
+    bytes_ += f.nbytes;
+    bucket.pieces.push_back({f, f.tensor_offset + f.nbytes == manifest()[f.tensor].nbytes});
+  }
+  return bucket;
+}
+
+void WeightReceiver::release_bucket() {
+  if (!slot_) return;
+  comm_->release(*slot_);
+  slot_.reset();
+  ++next_bucket_;
+}
+
+void WeightReceiver::commit(const ReadyLists& lists) {
+  const auto start = Clock::now();
+  release_bucket();
+  phase_ = "commit";
+  auto pieces = encode_lists(lists);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    link_->send(FrameType::kDone, sync_, i + 1 == pieces.size() ? 1 : 0, pieces[i]);
+  }
+  wait_until("commit", [this] { return committed_; });
+  phases_.commit += seconds_since(start);
+  active_ = joined_ = began_ = false;
+  phase_ = "idle";
+  hook_ = nullptr;
+  planner_.reset();
+  plan_.reset();
+  grown_ = Manifest{};
+}
+
+void WeightReceiver::send_failure(const Failure& failure) {
+  if (began_) {
+    link_->send(FrameType::kFail, sync_, call_, encode(failure));
+  } else {
+    link_->send(FrameType::kFail, 0, call_, encode(failure));
+  }
+}
+
+void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) noexcept {
+  if (!active_) return;
+  const bool began = began_;
+  const bool told = failure_.has_value() || lost_.has_value() || source_closed_;
+  try {
+    if (link_ && !link_->gone() && joined_ && !told) {
+      Failure failure;
+      failure.kind = kind;
+      failure.rank = rank;
+      failure.reporter = identity_.rank;
+      failure.message = cut_message(message);
+      if (!began && kind == ErrorKind::kTimeout) {
+        link_->send(FrameType::kCancel, 0, call_);  // nobody else was in this sync yet
+      } else {
+        send_failure(failure);
+        unpaired_ = !began;
+      }
+    }
+    slot_.reset();
+    if (comm_ && comm_->name() == "shm") {
+      comm_->abort();  // wakes the source at once; it finds the frame
+    } else if (comm_ && began && phase_ == std::string_view("buckets")) {
+      // Complete what the source announced, until it says that it stopped; then the process group is at rest.
+      hook_ = nullptr;
+      Wait patience(kDrainPatience, [this] { pump(); });
+      while (!failed_by_source_ && link_ && !link_->gone()) {
+        comm_->drain(patience);
+        if (patience.expired()) throw TimeoutError("the source is still sending");
+        Link* const link = link_.get();
+        wait_readable({&link, 1}, -1, patience.slice());
+        pump();
+      }
+      comm_->drain(patience);
+    }
+  } catch (...) {
+    drop_data_plane();  // not at rest: the next sync makes a new one
+  }
+  if (link_ && link_->gone() && comm_ && comm_->name() != "shm") drop_data_plane();
+  active_ = joined_ = began_ = false;
+  phase_ = "idle";
+  hook_ = nullptr;
+  planner_.reset();
+  plan_.reset();
+  grown_ = Manifest{};
+  for (const int fd : descriptors_) ::close(fd);
+  descriptors_.clear();
+}
+
+void WeightReceiver::close(bool exiting) noexcept {
+  const std::string_view why = exiting ? "exit" : "close";
+  try {
+    if (active_) {
+      fail(ErrorKind::kPeerFailed, identity_.rank, concat("rank ", identity_.rank, " closed its session during the sync"));
+    }
+    if (link_) link_->send(FrameType::kBye, 0, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
+  } catch (...) {  // the source sees the connection end
+  }
+  link_.reset();
+  drop_data_plane();
+  plans_.clear();
+  for (const int fd : descriptors_) ::close(fd);
+  descriptors_.clear();
+}
+
+}  // namespace fastsync

@@ -1,0 +1,841 @@
+#include "sync/weight_sender.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "comm/shm/shm_communicator.h"
+
+namespace fastsync {
+
+namespace {
+constexpr std::size_t kMaxGreetings = 256;
+constexpr std::chrono::seconds kGreetingPatience{10};
+// How long a failed sync may take to bring the process group to rest before it is given up and rebuilt.
+constexpr std::chrono::milliseconds kDrainPatience{500};
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+std::string list_ranks(const std::vector<int>& ranks) {
+  std::string out = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i == 16) return out + concat(", ... (", ranks.size(), " in all)");
+    out += concat(i == 0 ? "" : ", ", ranks[i]);
+  }
+  return out;
+}
+
+double as_seconds(std::chrono::nanoseconds d) { return std::chrono::duration<double>(d).count(); }
+}  // namespace
+
+class WeightSender::Headers final : public HeaderChannel {
+ public:
+  explicit Headers(WeightSender& sender) : sender_(sender) {}
+  void send(const BucketHeader& header) override { sender_.send_all(FrameType::kBucket, header.index, encode(header)); }
+  BucketHeader receive(Wait& /*wait*/) override { throw InternalError("the source receives no bucket headers"); }
+  bool try_receive(BucketHeader& /*header*/) override { return false; }
+  void report_released(std::uint64_t /*count*/) override {}
+
+  void wait_released(std::uint64_t count, Wait& wait) override {
+    const auto behind = [&] {
+      for (const auto& [rank, peer] : sender_.peers_) {
+        if (peer.released < count) return true;
+      }
+      return false;
+    };
+    while (behind()) {
+      sender_.pump();
+      if (!behind()) break;
+      wait.check();
+      if (wait.expired()) sender_.time_out(sender_.slowest(), "take its buckets");
+      std::vector<Link*> links;
+      for (auto& [rank, peer] : sender_.peers_) {
+        if (peer.link && !peer.parked) links.push_back(peer.link.get());
+      }
+      wait_readable(links, -1, wait.slice());
+    }
+    wait.progress();
+  }
+
+  // Among those that released the fewest, the one that has been silent the longest.
+  [[nodiscard]] int slowest_receiver() const noexcept override {
+    const Peer* slowest = nullptr;
+    for (const auto& [rank, peer] : sender_.peers_) {
+      if (slowest == nullptr || peer.released < slowest->released ||
+          (peer.released == slowest->released && peer.heard < slowest->heard)) {
+        slowest = &peer;
+      }
+    }
+    return slowest == nullptr ? -1 : slowest->rank;
+  }
+
+ private:
+  WeightSender& sender_;
+};
+
+WeightSender::WeightSender(Identity identity) : identity_(std::move(identity)) {
+  listener_ = listen_unix(unix_name_);
+  for (const int rank : identity_.ranks) {
+    if (rank == identity_.rank) continue;
+    Peer& peer = peers_[rank];
+    peer.rank = rank;
+  }
+  headers_ = std::make_unique<Headers>(*this);
+}
+
+WeightSender::~WeightSender() { close(false); }
+
+int WeightSender::listen_tcp() {
+  int port = 0;
+  tcp_listener_ = fastsync::listen_tcp(port);
+  return port;
+}
+
+// --- connections ----------------------------------------------------------------------------------------------------
+
+void WeightSender::accept_connections() {
+  for (OwnedFd* listener : {&listener_, &tcp_listener_}) {
+    while (*listener) {
+      auto fd = accept_one(listener->get());
+      if (!fd) break;
+      if (greetings_.size() >= kMaxGreetings) greetings_.erase(greetings_.begin());
+      try {
+        auto link = std::make_unique<Link>(std::move(*fd));
+        // Only our own user may map our memory, and only it may make us act.
+        if (link->is_unix() && link->peer_uid() != ::geteuid()) continue;
+        greetings_.push_back({std::move(link), Clock::now()});
+      } catch (const Error&) {
+        continue;  // the connection broke before it said anything
+      }
+    }
+  }
+  for (auto it = greetings_.begin(); it != greetings_.end();) {
+    it = greet(*it) ? greetings_.erase(it) : it + 1;
+  }
+}
+
+// True when the greeting is over, one way or the other.
+bool WeightSender::greet(Greeting& greeting) {
+  Link& link = *greeting.link;
+  link.poll_now();
+  std::optional<Frame> frame;
+  Hello hello;
+  try {
+    frame = link.receive();
+    if (frame && frame->type == FrameType::kHello) decode(frame->payload, hello);
+  } catch (const Error&) {
+    return true;  // not one of ours: closed without a word
+  }
+  if (!frame) return link.gone() || Clock::now() - greeting.since > kGreetingPatience;
+  if (frame->type != FrameType::kHello) return true;
+
+  const auto reject = [&](ErrorKind kind, const std::string& why) {
+    Failure failure;
+    failure.kind = kind;
+    failure.rank = identity_.rank;
+    failure.reporter = identity_.rank;
+    failure.message = why;
+    link.send(FrameType::kReject, 0, 0, encode(failure));
+    return true;
+  };
+  if (hello.protocol != kProtocolVersion) {
+    const std::string why =
+        concat("rank ", identity_.rank, " speaks fastsync protocol ", kProtocolVersion, " (fastsync ",
+               identity_.library_version, "), a peer speaks protocol ", hello.protocol, "; install one version everywhere");
+    note_failure(ErrorKind::kComm, identity_.rank, why);
+    return reject(ErrorKind::kComm, why);
+  }
+  if (hello.token != identity_.token) return reject(ErrorKind::kComm, "wrong token: this is another group's source");
+  if (hello.source != static_cast<std::uint32_t>(identity_.rank) || hello.world != identity_.ranks.size()) {
+    return reject(ErrorKind::kInvalidArgument,
+                  concat("rank ", hello.rank, " expects source ", hello.source, " in a group of ", hello.world,
+                         " ranks; this is rank ", identity_.rank, " in a group of ", identity_.ranks.size()));
+  }
+  const auto found = peers_.find(static_cast<int>(hello.rank));
+  if (found == peers_.end()) {
+    return reject(ErrorKind::kInvalidArgument, concat("rank ", hello.rank, " is not in this group"));
+  }
+  Peer& peer = found->second;
+  if (peer.link && !peer.said_bye && !peer.link->gone()) drain_peer(peer);  // its goodbye may be unread
+  if (peer.link && !peer.said_bye && !peer.link->gone()) {
+    return reject(ErrorKind::kInvalidArgument,
+                  concat("rank ", hello.rank, " is already connected from process ", peer.link->peer_pid(), "; process ",
+                         hello.pid, " claims the same rank: give every process its own"));
+  }
+  if (link.is_unix()) link.watch_process();
+  const std::uint64_t missed = peer.missed_sync;
+  peer.link = std::move(greeting.link);
+  peer.host = hello.host;
+  peer.said_bye = peer.joined = peer.ready = peer.done = peer.parked = peer.skip_call = false;
+  peer.deferred.reset();
+  peer.join = Join{};
+  peer.link->send(FrameType::kWelcome, sync_, 0);
+  // It never heard of a sync that failed before it came: its call belongs to that one.
+  if (missed != 0 && last_failure_) send_failure(peer, *last_failure_);
+  return true;
+}
+
+void WeightSender::drain_peer(Peer& peer) {
+  if (!peer.link) return;
+  peer.link->poll_now();
+  if (peer.deferred && !peer.parked) {
+    Frame frame = std::move(*peer.deferred);
+    peer.deferred.reset();
+    handle(peer, frame);
+  }
+  while (!peer.parked && peer.link) {
+    std::optional<Frame> frame;
+    try {
+      frame = peer.link->receive();
+    } catch (const Error& error) {
+      peer.link->close();
+      note_failure(ErrorKind::kComm, peer.rank, concat("rank ", peer.rank, " sent bytes that are not ours: ", error.what()));
+      return;
+    }
+    if (!frame) break;
+    for (const int fd : frame->descriptors) ::close(fd);  // none are expected from a receiver
+    try {
+      handle(peer, *frame);
+    } catch (const Error& error) {
+      peer.link->close();
+      note_failure(ErrorKind::kComm, peer.rank, concat("rank ", peer.rank, ": ", error.what()));
+      return;
+    }
+  }
+  if (peer.link && peer.link->gone() && !peer.said_bye && !lost_) {
+    // A goodbye may wait behind the frames of a parked peer.
+    if (peer.parked) {
+      peer.parked = false;
+      drain_peer(peer);
+      return;
+    }
+    lost_.emplace(ErrorKind::kPeerLost,
+                  concat("rank ", peer.rank, " was lost while ", where(), ": its process",
+                         peer.link->peer_pid() > 0 ? concat(" (pid ", peer.link->peer_pid(), ")") : "",
+                         " ended or its connection broke; make a new process group without it"),
+                  peer.rank);
+  }
+}
+
+void WeightSender::handle(Peer& peer, Frame& frame) {
+  const bool current = active_ && frame.sync == sync_;
+  switch (frame.type) {
+    case FrameType::kJoin: {
+      Join join;
+      decode(frame.payload, join);
+      if (active_ && peer.joined) {  // its next call; this one is over for it
+        peer.deferred = std::move(frame);
+        peer.parked = true;
+        return;
+      }
+      if (join.last_sync < peer.missed_sync) {
+        peer.skip_call = true;  // the failure it missed is on its way and ends this call
+        return;
+      }
+      peer.skip_call = false;
+      peer.join = std::move(join);
+      peer.joined = true;
+      return;
+    }
+    case FrameType::kCancel:
+      if (peer.skip_call || frame.aux != peer.join.call) return;
+      if (active_ && peer.joined && phase_ != std::string_view("join")) {
+        note_failure(ErrorKind::kTimeout, identity_.rank,
+                     concat("rank ", peer.rank, " gave up its call before the sync began"));
+      }
+      peer.joined = false;
+      return;
+    case FrameType::kReady:
+      if (current) peer.ready = true;
+      return;
+    case FrameType::kDone:
+      if (!current) return;
+      decode_lists(frame.payload, lists_);
+      if (frame.aux != 0) peer.done = true;
+      return;
+    case FrameType::kStall:
+      if (current) peer.heard = Clock::now();
+      return;
+    case FrameType::kReleased:
+      if (!current) return;
+      peer.heard = Clock::now();
+      peer.released = std::max(peer.released, frame.aux);
+      return;
+    case FrameType::kFail: {
+      const bool of_call = frame.sync == 0 && peer.joined && frame.aux == peer.join.call;
+      if (peer.skip_call || !active_ || !(current || of_call)) return;
+      Failure failure;
+      decode(frame.payload, failure);
+      note_failure(failure.kind, static_cast<int>(failure.rank), failure.message);
+      peer.parked = true;
+      return;
+    }
+    case FrameType::kBye: {
+      std::string why(reinterpret_cast<const char*>(frame.payload.data()), frame.payload.size());
+      peer.said_bye = true;
+      const bool was_joined = peer.joined;
+      peer.link->close();
+      peer.joined = false;
+      if (why == "exit" && !lost_) {
+        lost_.emplace(ErrorKind::kPeerLost,
+                      concat("rank ", peer.rank, " was lost while ", where(),
+                             ": its process ended; make a new process group without it"),
+                      peer.rank);
+      } else if (active_ && was_joined) {
+        note_failure(ErrorKind::kPeerFailed, peer.rank, concat("rank ", peer.rank, " closed its session during the sync"));
+      }
+      return;
+    }
+    default:
+      throw CommError(concat("unexpected control frame of type ", static_cast<int>(frame.type)));
+  }
+}
+
+void WeightSender::note_failure(ErrorKind kind, int rank, const std::string& message) {
+  if (active_ && !failure_) failure_.emplace(kind, message, rank);
+}
+
+void WeightSender::throw_if_failed() const {
+  if (failure_) throw Error(*failure_);
+  if (lost_) throw Error(*lost_);
+}
+
+void WeightSender::pump() {
+  accept_connections();
+  for (auto& [rank, peer] : peers_) drain_peer(peer);
+}
+
+void WeightSender::tick() {
+  last_tick_ = Clock::now();
+  if (hook_) hook_();
+  pump();
+  throw_if_failed();
+  if (comm_ && phase_ == std::string_view("buckets") && last_tick_ - waiting_since_ > stall_period(timeout_)) {
+    const int rank = slowest();
+    if (rank >= 0) stall(rank);
+  }
+}
+
+int WeightSender::slowest() const { return comm_ ? comm_->waiting_for() : -1; }
+
+std::shared_ptr<const Buffer> WeightSender::external_memory() const {
+  const auto* external = dynamic_cast<const ExternalCommunicator*>(comm_.get());
+  return external == nullptr ? nullptr : external->memory();
+}
+
+void WeightSender::check() { tick(); }
+
+// Tells the receivers whom we wait for, so that they blame the right rank at their own deadline.
+void WeightSender::stall(int rank) {
+  const auto period = stall_period(timeout_);
+  const auto now = Clock::now();
+  if (now - waiting_since_ < period || now - last_stall_ < period) return;
+  last_stall_ = now;
+  for (auto& [other, peer] : peers_) {
+    if (other == rank || !peer.link || !peer.joined) continue;
+    peer.link->send(FrameType::kStall, sync_, static_cast<std::uint64_t>(rank));
+  }
+}
+
+std::string WeightSender::where() const {
+  const std::string_view phase = phase_;
+  if (phase == "join") return "waiting for every rank to call";
+  if (phase == "check") return "the ranks checked their destinations";
+  if (phase == "buckets") return concat("sending bucket ", next_bucket_);
+  if (phase == "commit") return "the ranks verified and committed";
+  return "no sync ran";
+}
+
+void WeightSender::time_out(int rank, const std::string& doing) {
+  std::string who = rank >= 0 ? concat("rank ", rank) : "a receiver";
+  throw TimeoutError(concat("sync ", sync_, ", phase '", phase_, "': ", who, " did not ", doing, " within ",
+                            as_seconds(timeout_), " s; it is stopped, stuck or not in its call (raise timeout_s if it is only slow)"),
+                     rank);
+}
+
+void WeightSender::wait_for(const char* what, const std::function<bool(const Peer&)>& satisfied) {
+  waiting_since_ = Clock::now();
+  Wait wait(timeout_, nullptr);
+  std::size_t left = peers_.size() + 1;
+  for (;;) {
+    tick();
+    std::vector<int> missing;
+    for (const auto& [rank, peer] : peers_) {
+      if (!satisfied(peer)) missing.push_back(rank);
+    }
+    if (missing.empty()) return;
+    if (missing.size() < left) {
+      left = missing.size();
+      wait.progress();
+      waiting_since_ = Clock::now();
+    }
+    if (wait.expired()) {
+      throw TimeoutError(concat("sync ", sync_, ", phase '", phase_, "': ", list_ranks(missing), " did not ", what, " within ",
+                                as_seconds(timeout_),
+                                " s; stopped, stuck or not in the call (every rank of the group must call; raise "
+                                "timeout_s if it is only slow)"),
+                         missing.front());
+    }
+    stall(missing.front());
+    std::vector<Link*> links;
+    for (auto& [rank, peer] : peers_) {
+      if (peer.link && !peer.parked) links.push_back(peer.link.get());
+    }
+    for (auto& greeting : greetings_) links.push_back(greeting.link.get());
+    // The TCP listener is looked at on every wake; only the Unix one wakes us.
+    wait_readable(links, listener_.get(), wait.slice());
+  }
+}
+
+void WeightSender::send_all(FrameType type, std::uint64_t aux, std::span<const std::byte> payload) {
+  for (auto& [rank, peer] : peers_) {
+    if (peer.link) peer.link->send(type, sync_, aux, payload);
+  }
+}
+
+// --- one sync -------------------------------------------------------------------------------------------------------
+
+void WeightSender::open(std::chrono::nanoseconds timeout, Hook hook) {
+  if (active_) throw StateError("a sync is already running on this group");
+  if (lost_) throw Error(*lost_);
+  if (!listener_) throw StateError("the session is closed");
+  ++sync_;
+  active_ = true;
+  timeout_ = timeout;
+  hook_ = std::move(hook);
+  failure_.reset();
+  phase_ = "join";
+  phases_ = {};
+  lists_ = {};
+  next_bucket_ = bytes_ = 0;
+  needs_external_ = false;
+  for (auto& [rank, peer] : peers_) {
+    peer.joined = peer.ready = peer.done = peer.parked = false;
+    peer.released = 0;
+    peer.heard = Clock::now();
+  }
+  waiting_since_ = last_stall_ = Clock::now();
+}
+
+void WeightSender::connect_all() {
+  wait_for("connect", [](const Peer& peer) { return peer.link != nullptr && !peer.said_bye; });
+}
+
+std::string WeightSender::join(const std::string& asked, const std::vector<std::string>& candidates) {
+  const auto start = Clock::now();
+  wait_for("join", [](const Peer& peer) { return peer.joined; });
+  phases_.wait += seconds_since(start);
+  // Everyone must mean the same transport; "auto" leaves it to the others.
+  std::string named = asked;
+  int named_by = identity_.rank;
+  for (const auto& [rank, peer] : peers_) {
+    const std::string& theirs = peer.join.transport;
+    if (theirs == "auto" || theirs == named) continue;
+    if (named != "auto") {
+      throw InvalidArgument(concat("rank ", named_by, " asks for transport '", named, "', rank ", rank, " for '", theirs,
+                                   "'; name one transport on every rank (or 'auto')"),
+                            rank);
+    }
+    named = theirs;
+    named_by = rank;
+  }
+  std::string remote;
+  for (const auto& [rank, peer] : peers_) {
+    if (peer.host != identity_.host) remote = concat("rank ", rank, " is on another host than rank ", identity_.rank);
+  }
+  const auto usable = [&](const std::string& name) {
+    return std::find(candidates.begin(), candidates.end(), name) != candidates.end() && (name != "shm" || remote.empty());
+  };
+  if (named == "auto") {
+    for (const auto& name : candidates) {
+      if (usable(name)) return transport_ = name;
+    }
+    throw CommError(concat("no transport reaches every rank", remote.empty() ? "" : ": " + remote,
+                           "; fastsync.transports() says what this rank can use"));
+  }
+  if (named == "shm" && !remote.empty()) {
+    throw CommError(concat("transport 'shm' needs every rank on one host (and in one network namespace): ", remote,
+                           "; use 'gloo'"));
+  }
+  if (!usable(named)) {
+    throw CommError(concat("transport '", named, "', asked for by rank ", named_by, ", is unavailable on rank ", identity_.rank,
+                           "; fastsync.transports() says why"));
+  }
+  return transport_ = named;
+}
+
+void WeightSender::drop_data_plane() noexcept {
+  comm_.reset();
+  comm_transport_.clear();
+}
+
+void WeightSender::prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers) {
+  needs_external_ = false;
+  bool stale = !comm_ || comm_transport_ != transport_ || comm_->bucket_bytes() != bucket_bytes || comm_buffers_ != buffers;
+  if (transport_ == "shm") {
+    if (stale) {
+      drop_data_plane();  // the old buckets first: never two sets at once
+      std::vector<int> ranks;
+      for (const auto& [rank, peer] : peers_) ranks.push_back(rank);
+      comm_ = ShmCommunicator::create(buffers, bucket_bytes, ranks, identity_.rank);
+      comm_transport_ = transport_;
+      comm_buffers_ = buffers;
+      ++comm_generation_;
+    }
+    comm_->reset(sync_);
+    return;
+  }
+  for (const auto& [rank, peer] : peers_) stale = stale || peer.join.comm_generation != comm_generation_;
+  if (stale || poisoned_) {
+    drop_data_plane();
+    ++comm_generation_;
+    needs_external_ = true;
+    bucket_bytes_ = bucket_bytes;
+    comm_buffers_ = buffers;
+    return;
+  }
+  comm_->reset(sync_);
+}
+
+void WeightSender::attach_external(ExternalOps ops) {
+  comm_ = std::make_unique<ExternalCommunicator>(ExternalCommunicator::Role::kSource, "gloo", comm_buffers_, bucket_bytes_,
+                                                 std::move(ops), *headers_, identity_.rank);
+  comm_transport_ = transport_;
+  comm_->reset(sync_);
+  needs_external_ = false;
+  poisoned_ = false;
+}
+
+void WeightSender::send_manifest(Link& link, const Manifest& manifest, std::size_t first, std::size_t last) {
+  // Pieces of bounded size; a single entry may be as large as its name.
+  while (first < last) {
+    std::size_t end = first;
+    std::size_t bytes = 0;
+    while (end < last && (end == first || bytes < kManifestChunkBytes)) {
+      const TensorMeta& meta = manifest[end];
+      bytes += meta.name.size() + meta.shape.size() * 8 + meta.tie.strides.size() * 8 + 64;
+      ++end;
+    }
+    link.send(FrameType::kManifest, sync_, first, manifest.serialize(first, end));
+    first = end;
+  }
+}
+
+bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncPlan> plan, bool streaming) {
+  options_ = options;
+  plan_ = std::move(plan);
+  streaming_ = streaming;
+  phase_ = "check";
+  Begin begin;
+  begin.version = options.version;
+  begin.buffers = options.buffers;
+  begin.verify = options.verify ? 1 : 0;
+  begin.strict = options.strict ? 1 : 0;
+  begin.streaming = streaming ? 1 : 0;
+  begin.transport = transport_;
+  if (plan_) {
+    begin.fingerprint = plan_->manifest.fingerprint();
+    begin.tensors = plan_->manifest.size();
+    begin.nbytes = plan_->manifest.nbytes();
+  }
+  begin.bucket_bytes = streaming ? align_up(std::max<std::uint64_t>(options.bucket_bytes, 1)) : plan_->buckets.bucket_bytes;
+  bucket_bytes_ = begin.bucket_bytes;
+  const bool has_data = !peers_.empty() && (streaming || !plan_->buckets.buckets.empty());
+  if (has_data) {
+    prepare_data_plane(begin.bucket_bytes, options.buffers);
+    begin.comm_generation = comm_generation_;
+  }
+  bool all_hold = true;
+  for (auto& [rank, peer] : peers_) {
+    const auto& held = peer.join.manifests;
+    const bool holds = plan_ && std::find(held.begin(), held.end(), begin.fingerprint) != held.end();
+    all_hold = all_hold && holds;
+    begin.manifest_follows = (plan_ && !holds) ? 1 : 0;
+    peer.link->send(FrameType::kBegin, sync_, peer.join.call, encode(begin));
+    if (begin.manifest_follows != 0) send_manifest(*peer.link, plan_->manifest, 0, plan_->manifest.size());
+    if (has_data && transport_ == "shm" && peer.join.comm_generation != comm_generation_) {
+      auto& shm = static_cast<ShmCommunicator&>(*comm_);
+      const std::array<int, 2> fds{shm.control_fd(), shm.data_fd()};
+      const auto index = static_cast<std::uint64_t>(std::distance(peers_.begin(), peers_.find(rank)));
+      peer.link->send(FrameType::kDescriptors, sync_, index, {}, fds);
+    }
+  }
+  const auto start = Clock::now();
+  wait_for("check its destinations", [](const Peer& peer) { return peer.ready; });
+  phases_.wait += seconds_since(start);
+  send_all(FrameType::kGo, 0, {});
+  phase_ = "buckets";
+  wait_ = std::make_unique<Wait>(timeout_, [this] { tick(); });
+  waiting_since_ = Clock::now();
+  if (streaming_) {
+    deviated_ = false;
+    count_ = 0;
+    closed_ = 0;
+    slot_.reset();
+    slot_sum_ = {};
+    grown_ = Manifest{};
+    entries_sent_ = 0;
+    planner_ = std::make_unique<BucketPlanner>(begin.bucket_bytes);
+  }
+  return all_hold;
+}
+
+namespace {
+// The communicator knows which receiver is behind; the message is ours, one for all transports.
+template <typename F>
+auto with_deadline(F&& body, const std::function<void(int)>& time_out) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kTimeout) throw;
+    time_out(-1);
+    throw;
+  }
+}
+}  // namespace
+
+void WeightSender::send_plan(std::span<const TensorView> views) {
+  const BucketPlan& plan = plan_->buckets;
+  if (peers_.empty()) {
+    next_bucket_ = plan.buckets.size();
+    bytes_ = plan_->manifest.nbytes();
+    return;
+  }
+  const std::span<const Fragment> fragments(plan.fragments);
+  for (std::size_t b = 0; b < plan.buckets.size(); ++b) {
+    const BucketLayout& layout = plan.buckets[b];
+    next_bucket_ = b;
+    const auto t0 = Clock::now();
+    if (t0 - last_tick_ > kPollInterval) tick();
+    waiting_since_ = t0;
+    wait_->progress();
+    const BucketSlot slot = with_deadline(
+        [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
+    const auto t1 = Clock::now();
+    const auto part = fragments.subspan(layout.first_fragment, layout.fragment_count);
+    BucketHeader header;
+    header.index = b;
+    header.used_bytes = layout.used_bytes;
+    header.tensors_end = layout.tensors_end;
+    header.checksum = pack(slot.data, part, views, options_.verify);
+    header.flags = BucketFlags{static_cast<std::uint32_t>(plan_->manifest.size()), false, b + 1 == plan.buckets.size()}.encode();
+    const auto t2 = Clock::now();
+    wait_->progress();
+    comm_->send(slot, header, *wait_);
+    for (const Fragment& f : part) bytes_ += f.nbytes;
+    phases_.transfer += std::chrono::duration<double>(t1 - t0).count() + seconds_since(t2);
+    phases_.pack += std::chrono::duration<double>(t2 - t1).count();
+  }
+  next_bucket_ = plan.buckets.size();
+}
+
+void WeightSender::send_entries(std::size_t upto) {
+  if (!deviated_ || upto <= entries_sent_) return;
+  for (auto& [rank, peer] : peers_) {
+    if (peer.link) send_manifest(*peer.link, grown_, entries_sent_, upto);
+  }
+  entries_sent_ = upto;
+}
+
+void WeightSender::close_bucket(bool last) {
+  BucketHeader header;
+  header.index = next_bucket_;
+  if (slot_ || closed_ < planner_->buckets().size()) {
+    const BucketLayout& layout = planner_->buckets()[closed_++];
+    header.used_bytes = layout.used_bytes;
+    header.tensors_end = layout.tensors_end;
+  } else {
+    header.tensors_end = planner_->tensors();  // an empty last bucket: only says that it is the last
+  }
+  if (!peers_.empty()) {
+    send_entries(planner_->tensors());
+    if (!slot_) slot_ = with_deadline(
+        [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
+    header.checksum = slot_sum_;
+    header.flags = BucketFlags{static_cast<std::uint32_t>(planner_->tensors()), deviated_, last}.encode();
+    const auto start = Clock::now();
+    wait_->progress();
+    comm_->send(*slot_, header, *wait_);
+    phases_.transfer += seconds_since(start);
+  }
+  slot_.reset();
+  slot_sum_ = {};
+  ++next_bucket_;
+}
+
+void WeightSender::push(TensorMeta meta, const TensorView& view) {
+  const auto now = Clock::now();
+  if (now - last_tick_ > kPollInterval) tick();
+  if (!deviated_) {
+    bool same = plan_ && count_ < plan_->manifest.size();
+    if (same) {
+      const TensorMeta& recorded = plan_->manifest[count_];
+      same = recorded.name == meta.name && recorded.dtype == meta.dtype && recorded.shape == meta.shape;
+    }
+    if (!same) {
+      deviated_ = true;
+      for (std::size_t i = 0; i < count_; ++i) grown_.append(plan_->manifest[i]);
+      entries_sent_ = count_;
+      send_all(FrameType::kDeviate, count_, {});
+    }
+  }
+  if (deviated_) grown_.append(std::move(meta));
+  ++count_;
+  const std::size_t first_fragment = planner_->fragments().size();
+  planner_->add(view.nbytes);
+  stream_fragments(view, first_fragment);
+}
+
+// Packs the new fragments, sending each bucket that is full. Returns when the view is no longer needed.
+void WeightSender::stream_fragments(const TensorView& view, std::size_t first_fragment) {
+  const auto& fragments = planner_->fragments();
+  std::size_t next = first_fragment;
+  for (;;) {
+    const bool closing = closed_ < planner_->buckets().size();
+    const std::size_t end = closing ? planner_->buckets()[closed_].first_fragment + planner_->buckets()[closed_].fragment_count
+                                    : fragments.size();
+    for (; next < end; ++next) {
+      if (!peers_.empty()) {
+        const auto t0 = Clock::now();
+        if (!slot_) {
+          waiting_since_ = t0;
+          wait_->progress();
+          if (t0 - last_tick_ > kPollInterval) tick();
+          slot_ = with_deadline(
+              [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
+        }
+        const auto t1 = Clock::now();
+        slot_sum_ += pack_fragment(slot_->data, fragments[next], view, options_.verify);
+        phases_.transfer += std::chrono::duration<double>(t1 - t0).count();
+        phases_.pack += seconds_since(t1);
+      }
+      bytes_ += fragments[next].nbytes;
+    }
+    if (!closing) return;
+    close_bucket(false);
+  }
+}
+
+std::shared_ptr<const SyncPlan> WeightSender::finish_stream() {
+  if (!deviated_ && (!plan_ || count_ < plan_->manifest.size())) {  // ended early, or there was nothing to follow
+    deviated_ = true;
+    for (std::size_t i = 0; i < count_; ++i) grown_.append(plan_->manifest[i]);
+    entries_sent_ = count_;
+    send_all(FrameType::kDeviate, count_, {});
+  }
+  planner_->finish();
+  close_bucket(true);
+  if (!deviated_) return plan_;
+  auto plan = std::make_shared<SyncPlan>();
+  plan->manifest = std::move(grown_);
+  plan->buckets.bucket_bytes = bucket_bytes_;
+  plan->buckets.fragments = planner_->fragments();
+  plan->buckets.buckets = planner_->buckets();
+  return plan;
+}
+
+ReadyLists WeightSender::commit() {
+  phase_ = "commit";
+  const auto start = Clock::now();
+  wait_for("verify and commit", [](const Peer& peer) { return peer.done; });
+  if (comm_ && !peers_.empty() && next_bucket_ > 0) comm_->flush(*wait_);
+  send_all(FrameType::kCommit, options_.version, {});
+  phases_.commit += seconds_since(start);
+  for (auto& [rank, peer] : peers_) {
+    peer.missed_sync = 0;
+    peer.joined = false;
+  }
+  last_failure_.reset();
+  active_ = false;
+  phase_ = "idle";
+  hook_ = nullptr;
+  slot_.reset();
+  planner_.reset();
+  return std::move(lists_);
+}
+
+void WeightSender::send_failure(Peer& peer, const Failure& failure) {
+  if (!peer.link) return;
+  Failure mine = failure;
+  mine.answers = peer.joined ? peer.join.call : 0;
+  peer.link->send(FrameType::kFail, sync_, 0, encode(mine));
+}
+
+void WeightSender::fail(ErrorKind kind, int rank, const std::string& message) noexcept {
+  if (!active_) return;
+  active_ = false;
+  const std::string_view phase = phase_;
+  const bool had_data = phase == "buckets" || phase == "commit";
+  phase_ = "idle";
+  hook_ = nullptr;
+  slot_.reset();
+  planner_.reset();
+  try {
+    Failure failure;
+    failure.kind = kind;
+    failure.rank = rank;
+    failure.reporter = identity_.rank;
+    failure.message = cut_message(message);
+    last_failure_ = failure;
+    // A receiver that is not in its call yet learns when it comes. But a source that waited in vain for everybody was
+    // alone: there was no sync that a receiver could have missed.
+    const bool anyone = std::any_of(peers_.begin(), peers_.end(), [](const auto& p) { return p.second.joined; });
+    const bool alone = kind == ErrorKind::kTimeout && !anyone;
+    for (auto& [other, peer] : peers_) {
+      if (alone) continue;
+      if (!peer.joined) peer.missed_sync = sync_;
+      send_failure(peer, failure);
+      peer.joined = false;
+    }
+    if (comm_ && comm_transport_ == "shm") {
+      comm_->abort();  // wakes the receivers at once; they find the frame
+    } else if (comm_) {
+      if (had_data) {
+        // Every rank completes the broadcasts that were announced, so the process group stays usable.
+        Wait patience(kDrainPatience, [this] {
+          for (auto& [other, peer] : peers_) {
+            if (peer.link) peer.link->flush();
+          }
+        });
+        comm_->drain(patience);
+      }
+    }
+  } catch (...) {
+    // The transport did not come to rest: the next sync makes a new one.
+    poisoned_ = true;
+    drop_data_plane();
+  }
+}
+
+void WeightSender::close(bool exiting) noexcept {
+  const std::string_view why = exiting ? "exit" : "close";
+  try {
+    if (active_) fail(ErrorKind::kPeerFailed, identity_.rank, concat("rank ", identity_.rank, " closed its session during the sync"));
+    for (auto& [rank, peer] : peers_) {
+      if (!peer.link) continue;
+      peer.link->send(FrameType::kBye, sync_, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
+      peer.link.reset();
+    }
+  } catch (...) {  // a peer that cannot be told sees the connection end
+    for (auto& [rank, peer] : peers_) peer.link.reset();
+  }
+  greetings_.clear();
+  // Receivers that connected but were never greeted wait for a word, too.
+  for (OwnedFd* listener : {&listener_, &tcp_listener_}) {
+    while (*listener) {
+      auto fd = accept_one(listener->get());
+      if (!fd) break;
+      try {
+        Link(std::move(*fd)).send(FrameType::kBye, sync_, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
+      } catch (...) {  // it sees the connection end
+      }
+    }
+  }
+  listener_.reset();
+  tcp_listener_.reset();
+  drop_data_plane();
+  plans_.clear();
+}
+
+}  // namespace fastsync

@@ -1,0 +1,195 @@
+// The source's half of the protocol: one object per (group, source), kept over all syncs.
+//
+//   open()       a sync begins: connect whoever is missing
+//   join()       every receiver is in its call; agree on the transport
+//   begin()      header and, to receivers that lack it, the manifest; every receiver checks its destinations
+//   send_plan()  pack and send every bucket of a plan          -- or --
+//   push()...finish_stream()   the same, item by item
+//   commit()     every receiver verified everything; the version moves
+//   fail()       at any point: tells every receiver why
+//
+// Between open() and commit()/fail() a sync is active. Every sync gets a number; a receiver that was not in its call
+// when a sync failed is told when it comes, and its call fails at once, so calls pair up again on every rank.
+//
+// Ownership: control connections, the data plane, the plan cache. Caller's tensors are only read, until commit()
+// returns. Threads: one at a time; none are started. Streams: host memory.
+// Errors: each phase throws the first failure any rank reported (kind and rank kept), PeerLostError when a process
+// died (final: the group needs replacing), TimeoutError naming rank and phase. After a throw the caller calls fail().
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bucket/packer.h"
+#include "comm/communicator.h"
+#include "comm/external/external_communicator.h"
+#include "control/link.h"
+#include "sync/sync_types.h"
+
+namespace fastsync {
+
+class WeightSender {
+ public:
+  using Hook = Wait::Hook;  // signals and progress; may throw
+
+  explicit WeightSender(Identity identity);
+  ~WeightSender();
+  WeightSender(const WeightSender&) = delete;
+  WeightSender& operator=(const WeightSender&) = delete;
+
+  [[nodiscard]] const std::string& unix_name() const noexcept { return unix_name_; }
+  // Opens a TCP listener beside the Unix one, for receivers on other hosts. Returns its port.
+  int listen_tcp();
+
+  // Starts sync number sync(). `hook` runs at least every kPollInterval in every later wait of this sync.
+  void open(std::chrono::nanoseconds timeout, Hook hook);
+  // Waits until every receiver has a connection. Called by join(); alone when the sync is refused before it begins, so
+  // that every rank can be told.
+  void connect_all();
+  // Waits for every receiver. `candidates`: transports this rank can use, best first; `asked`: "auto" or one of them.
+  // Returns the transport; throws InvalidArgument when ranks name different ones.
+  std::string join(const std::string& asked, const std::vector<std::string>& candidates);
+
+  // `plan` may be null only when `streaming` and nothing was recorded. Returns whether every receiver held the plan.
+  bool begin(const SyncOptions& options, std::shared_ptr<const SyncPlan> plan, bool streaming);
+  // For transport "gloo": whether a new generation of the data plane must be made now, and its number.
+  [[nodiscard]] bool needs_external() const noexcept { return needs_external_; }
+  [[nodiscard]] std::uint64_t comm_generation() const noexcept { return comm_generation_; }
+  void attach_external(ExternalOps ops);
+
+  void send_plan(std::span<const TensorView> views);
+  void push(TensorMeta meta, const TensorView& view);
+  // Returns the plan as it turned out, to be kept.
+  std::shared_ptr<const SyncPlan> finish_stream();
+  [[nodiscard]] bool followed_plan() const noexcept { return !deviated_; }
+
+  // Returns the union of what the receivers miss or did not expect, in no particular order.
+  ReadyLists commit();
+
+  // Tells every receiver; brings the data plane to rest, within a bounded time. Never throws, idempotent.
+  void fail(ErrorKind kind, int rank, const std::string& message) noexcept;
+
+  // Says goodbye and closes. Local, does not block. `exiting`: the process ends, nobody should wait for it.
+  void close(bool exiting) noexcept;
+
+  // Runs the hook and looks at the peers: for callers that wait on something of their own during a sync.
+  void check();
+  [[nodiscard]] std::chrono::nanoseconds timeout() const noexcept { return timeout_; }
+
+  [[nodiscard]] std::uint64_t sync() const noexcept { return sync_; }
+  [[nodiscard]] bool active() const noexcept { return active_; }
+  [[nodiscard]] const PhaseSeconds& phases() const noexcept { return phases_; }
+  [[nodiscard]] std::uint64_t bucket_bytes() const noexcept { return bucket_bytes_; }
+  [[nodiscard]] std::uint64_t buckets_sent() const noexcept { return next_bucket_; }
+  [[nodiscard]] std::uint64_t bytes_sent() const noexcept { return bytes_; }
+  // What the external data plane's operations write to: to be kept alive as long as they run.
+  [[nodiscard]] std::shared_ptr<const Buffer> external_memory() const;
+  [[nodiscard]] std::uint64_t staging_bytes() const noexcept { return comm_ ? comm_->staging_bytes() : 0; }
+  [[nodiscard]] const std::string& transport() const noexcept { return transport_; }
+  [[nodiscard]] PlanCache& plans() noexcept { return plans_; }
+  // Frees the data plane's buckets; the next sync makes new ones.
+  void drop_data_plane() noexcept;
+  // The external data plane could not be brought to rest: its owner must park it until its operations end.
+  [[nodiscard]] bool external_poisoned() const noexcept { return poisoned_; }
+
+ private:
+  struct Peer {
+    int rank = -1;
+    std::unique_ptr<Link> link;
+    std::string host;
+    bool said_bye = false;
+    bool joined = false;
+    bool ready = false;
+    bool done = false;
+    bool parked = false;               // read no more of its frames in this sync
+    bool skip_call = false;            // its current call belongs to a sync that already failed
+    std::uint64_t missed_sync = 0;     // newest failed sync that it had not joined
+    Clock::time_point heard{};         // when it last said that it waits for data
+    std::uint64_t released = 0;        // buckets it has released, where the data plane does not say
+    Join join;
+    std::optional<Frame> deferred;     // a frame of its next call
+  };
+  struct Greeting {
+    std::unique_ptr<Link> link;
+    Clock::time_point since;
+  };
+
+  class Headers;  // HeaderChannel over the control links
+
+  void pump();
+  void accept_connections();
+  bool greet(Greeting& greeting);
+  void drain_peer(Peer& peer);
+  void handle(Peer& peer, Frame& frame);
+  void note_failure(ErrorKind kind, int rank, const std::string& message);
+  void throw_if_failed() const;
+  void tick();
+  void stall(int rank);
+  [[nodiscard]] int slowest() const;
+  [[noreturn]] void time_out(int rank, const std::string& doing);
+  void wait_for(const char* what, const std::function<bool(const Peer&)>& satisfied);
+  void send_all(FrameType type, std::uint64_t aux, std::span<const std::byte> payload);
+  void send_manifest(Link& link, const Manifest& manifest, std::size_t first, std::size_t last);
+  void send_failure(Peer& peer, const Failure& failure);
+  void prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers);
+  void stream_fragments(const TensorView& view, std::size_t first_fragment);
+  void close_bucket(bool last);
+  void send_entries(std::size_t upto);
+  [[nodiscard]] std::string where() const;
+
+  Identity identity_;
+  OwnedFd listener_;
+  OwnedFd tcp_listener_;
+  std::string unix_name_;
+  std::map<int, Peer> peers_;
+  std::vector<Greeting> greetings_;
+  std::optional<Error> lost_;            // a process died: final
+  std::optional<Error> failure_;         // first failure of the active sync
+  std::optional<Failure> last_failure_;  // told to receivers that come late
+
+  std::uint64_t sync_ = 0;
+  bool active_ = false;
+  std::chrono::nanoseconds timeout_{};
+  Hook hook_;
+  std::unique_ptr<Wait> wait_;
+  const char* phase_ = "idle";
+  Clock::time_point waiting_since_{};
+  Clock::time_point last_stall_{};
+  Clock::time_point last_tick_{};
+
+  std::string transport_;
+  std::unique_ptr<Headers> headers_;
+  std::unique_ptr<Communicator> comm_;
+  std::string comm_transport_;
+  std::uint64_t comm_generation_ = 0;
+  std::uint32_t comm_buffers_ = 0;
+  bool needs_external_ = false;
+  bool poisoned_ = false;
+
+  SyncOptions options_;
+  std::shared_ptr<const SyncPlan> plan_;
+  std::uint64_t bucket_bytes_ = 0;
+  PlanCache plans_;
+  PhaseSeconds phases_;
+  std::uint64_t next_bucket_ = 0;
+  std::uint64_t bytes_ = 0;
+  ReadyLists lists_;
+
+  // streaming
+  bool streaming_ = false;
+  bool deviated_ = false;
+  std::size_t count_ = 0;            // items pushed
+  std::size_t entries_sent_ = 0;     // manifest entries that receivers hold
+  Manifest grown_;
+  std::unique_ptr<BucketPlanner> planner_;
+  std::optional<BucketSlot> slot_;   // the open bucket
+  Checksum slot_sum_;
+  std::size_t closed_ = 0;           // buckets of the planner that were sent
+};
+
+}  // namespace fastsync

@@ -1,0 +1,43 @@
+"""fastsync: moves a model's weights from the processes that train it to the processes that serve it."""
+
+from __future__ import annotations
+
+from . import _core
+from ._transports import TransportInfo, transports
+from .errors import (
+    ChecksumError,
+    CommError,
+    DeviceError,
+    Error,
+    InvalidArgument,
+    ManifestMismatch,
+    PeerFailed,
+    PeerLost,
+    StateError,
+    SyncTimeout,
+)
+from .report import SyncReport
+from .session import WeightSync, broadcast_bucketed, close, receive_bucketed
+
+__version__: str = _core.__version__
+
+__all__ = [
+    "ChecksumError",
+    "CommError",
+    "DeviceError",
+    "Error",
+    "InvalidArgument",
+    "ManifestMismatch",
+    "PeerFailed",
+    "PeerLost",
+    "StateError",
+    "SyncReport",
+    "SyncTimeout",
+    "TransportInfo",
+    "WeightSync",
+    "__version__",
+    "broadcast_bucketed",
+    "close",
+    "receive_bucketed",
+    "transports",
+]

@@ -1,0 +1,411 @@
+"""Channels: the connection of this process to one source's group, shared by every session on it.
+
+A channel belongs to (process group, source). It holds the core's sender or receiver, with the control connections, the
+data plane and the remembered plans. It is made on first use and closed with its last session, with the process group,
+by `fastsync.close()`, or at exit.
+
+Rendezvous goes through the group's own store, under a prefix of ours: each rank says where it runs, the source says
+where it listens. Nothing else goes through the store, so later syncs do not need it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from . import _core, _gloo
+from ._waiting import Deadline, bounded
+from .errors import CommError, InvalidArgument, PeerLost, StateError, SyncTimeout
+
+__all__ = ["Channel", "channel_for", "close_all", "close_channel", "resolve_group"]
+
+_STORE_SLICE_S = 0.2
+_PREFIX = "fastsync/1"
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def host_id() -> str:
+    """Equal for processes that can share sockets and memory: one boot of one kernel, one network namespace."""
+    try:
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        namespace = 0
+    return f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
+
+
+def local_addresses() -> list[str]:
+    """Numeric addresses at which other hosts may reach this one, likeliest first. FASTSYNC_HOST overrides."""
+    forced = os.environ.get("FASTSYNC_HOST")
+    if forced:
+        return [info[4][0] for info in socket.getaddrinfo(forced, None, type=socket.SOCK_STREAM)][:1]  # type: ignore[misc]
+    found: list[str] = []
+    for family, probe in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        # Connecting a datagram socket sends nothing; it picks the interface that leads out.
+        with socket.socket(family, socket.SOCK_DGRAM) as s:
+            try:
+                s.connect((probe, 9))
+                found.append(s.getsockname()[0])
+            except OSError:
+                continue
+    try:
+        for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            found.append(str(info[4][0]))
+    except OSError:
+        pass
+    return list(dict.fromkeys(found))
+
+
+def resolve_group(group: Any, src: object) -> tuple[Any, list[int], int, int]:
+    """(process group, its global ranks, this rank, source rank); InvalidArgument if any of it is wrong."""
+    if not dist.is_available() or not dist.is_initialized():
+        if group is None:
+            raise InvalidArgument(
+                "no process group: call torch.distributed.init_process_group(...) first (torchrun sets up its environment), "
+                "or pass group="
+            )
+        if not dist.is_available():
+            raise InvalidArgument("this torch is built without torch.distributed")
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgument(
+            f"group is {group!r}, not a process group that this rank belongs to; only members of the group call"
+        )
+    try:
+        ranks = list(dist.get_process_group_ranks(group))
+        me = dist.get_rank()
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InvalidArgument(f"group is not a process group of torch.distributed any more: {error}") from None
+    if isinstance(src, bool) or not isinstance(src, int):
+        raise InvalidArgument(f"src is {src!r}; it is a global rank (int) of the group {_short(ranks)}")
+    if src not in ranks:
+        raise InvalidArgument(f"src is {src}, which is not a rank of the group {_short(ranks)}; src is a global rank")
+    return group, ranks, me, src
+
+
+def _short(ranks: list[int]) -> str:
+    return str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
+
+
+def _store_of(group: Any) -> Any:
+    """The group's store (a prefix store, ours to extend)."""
+    pg_map = dist.distributed_c10d._world.pg_map
+    entry = pg_map.get(group)
+    if entry is not None and entry[1] is not None:
+        return entry[1]
+    get = getattr(group, "get_group_store", None)
+    store = get() if get is not None else None
+    if store is None:
+        raise InvalidArgument("the process group has no store, which fastsync needs to find the other ranks")
+    return store
+
+
+def _wait_key(store: Any, keys: list[str], deadline: Deadline, cancelled: threading.Event) -> bool:
+    """Waits until the store has all keys; False at the deadline. Never holds the store for longer than a slice."""
+    failures = 0
+    while not cancelled.is_set():
+        left = deadline.left()
+        if left <= 0:
+            return False
+        started = time.monotonic()
+        try:
+            store.wait(keys, datetime.timedelta(seconds=min(_STORE_SLICE_S, max(left, 0.001))))
+            return True
+        except RuntimeError as error:
+            if time.monotonic() - started >= min(_STORE_SLICE_S, left) / 2:
+                continue  # its own timeout
+            failures += 1
+            if failures >= 3:
+                raise PeerLost(
+                    f"the process group's store does not answer any more ({error}); the process that hosts it has ended: "
+                    "make a new process group"
+                ) from None
+    return False
+
+
+class Channel:
+    """This process's end of one (group, source). Use it between `acquire()` and `release()`."""
+
+    def __init__(self, group: Any, ranks: list[int], rank: int, src: int) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self.src = src
+        self.is_source = rank == src
+        self.version: int | None = None  # of the one-liners
+        self.users = 0
+        self.pid = os.getpid()
+        self.sender: _core.WeightSender | None = None
+        self.receiver: _core.WeightReceiver | None = None
+        self.closed = False
+        self.lost: PeerLost | None = None
+        self._group = weakref.ref(group)
+        self._store: Any = None
+        self._token = ""
+        self._generation = 0
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._driver_generation = 0
+
+    # --- one call at a time
+
+    def acquire(self, timeout_s: float) -> None:
+        """Takes the channel for one sync. StateError from inside a callback of a sync on it."""
+        self.check_process()
+        if self._owner == threading.get_ident():
+            raise StateError(
+                "a sync on this group is running on this thread (this call comes from inside its loader, generator or "
+                "stream loop); finish it first"
+            )
+        deadline = Deadline(timeout_s)
+        while not self._lock.acquire(timeout=max(0.0, min(0.2, deadline.left()))):
+            if deadline.left() <= 0:
+                raise SyncTimeout(
+                    f"another thread of rank {self.rank} has used this group for {timeout_s:g} s; syncs on one group run "
+                    "one after the other",
+                    self.rank,
+                )
+        self._owner = threading.get_ident()
+
+    def release(self) -> None:
+        self._owner = None
+        self._lock.release()
+
+    def adopt(self) -> None:
+        """A stream's loop may be continued by another thread than began it."""
+        self._owner = threading.get_ident()
+
+    def check_process(self) -> None:
+        """StateError in a forked child: sockets and mappings are the parent's."""
+        if os.getpid() != self.pid:
+            raise StateError(
+                "this process was forked from the one that made the session; sessions do not survive fork(): make the "
+                "process group and the session in the child (or start it with spawn)"
+            )
+
+    # --- rendezvous
+
+    def connect(self, deadline: Deadline) -> None:
+        """Makes the core's object for this end, and, as a receiver, a connection to the source."""
+        if self.lost is not None:
+            raise PeerLost(str(self.lost), self.lost.rank)
+        if len(self.ranks) == 1:
+            if self.sender is None:
+                self.sender = _core.WeightSender(self.rank, self.src, self.ranks, "", "")
+            return
+        if self.is_source:
+            if self.sender is None:
+                self._serve(deadline)
+        else:
+            if self.receiver is None or not self.receiver.connected:
+                self._reach(deadline)
+
+    def _open_store(self) -> Any:
+        if self._store is None:
+            group = self._group()
+            if group is None:
+                raise StateError("the process group of this session was destroyed")
+            self._store = dist.PrefixStore(f"{_PREFIX}/{self.src}", _store_of(group))
+        return self._store
+
+    def _say_hello(self, store: Any) -> None:
+        store.set(f"host/{self.rank}", json.dumps({"host": host_id(), "pid": os.getpid()}))
+
+    def _serve(self, deadline: Deadline) -> None:
+        store = self._open_store()
+        others = [r for r in self.ranks if r != self.rank]
+        keys = [f"host/{r}" for r in others]
+
+        def gather(cancelled: threading.Event) -> tuple[list[int], dict[int, str]]:
+            self._say_hello(store)
+            if not _wait_key(store, keys, deadline, cancelled):
+                return [r for r, k in zip(others, keys) if not store.check([k])], {}
+            return [], {r: json.loads(store.get(k))["host"] for r, k in zip(others, keys)}
+
+        absent, hosts = self._with_store(gather, deadline, "finding the other ranks through the group's store")
+        if absent:
+            raise SyncTimeout(
+                f"phase 'join': ranks {_short(absent)} of {len(self.ranks)} did not come within {deadline.timeout_s:g} s; "
+                f"present: {_short([r for r in self.ranks if r not in absent])}. Every rank of the group must make the call "
+                f"(and name src={self.src})",
+                absent[0],
+            )
+        mine = host_id()
+        token = secrets.token_hex(16)
+        sender = _core.WeightSender(self.rank, self.src, self.ranks, token, mine)
+        address: dict[str, Any] = {"unix": sender.unix_name, "host": mine, "token": token, "rank": self.rank}
+        if any(host != mine for host in hosts.values()):
+            address["port"] = sender.listen_tcp()
+            address["ips"] = local_addresses()
+
+        def publish(_: threading.Event) -> int:
+            generation = int(store.add("generation", 1))
+            store.set(f"address/{generation}", json.dumps(address))
+            return generation
+
+        self._generation = self._with_store(publish, deadline, "publishing the source's address in the group's store")
+        self._token = token
+        self.sender = sender
+
+    def _reach(self, deadline: Deadline) -> None:
+        store = self._open_store()
+        mine = host_id()
+        if self.receiver is not None:
+            self.receiver.close(False)
+            self.receiver = None
+
+        def find(cancelled: threading.Event) -> dict[str, Any] | None:
+            self._say_hello(store)
+            generation = max(int(store.add("generation", 0)), self._generation + 1, 1)
+            if not _wait_key(store, [f"address/{generation}"], deadline, cancelled):
+                return None
+            found: dict[str, Any] = json.loads(store.get(f"address/{generation}"))
+            found["generation"] = generation
+            return found
+
+        while True:
+            address = self._with_store(find, deadline, "finding the source through the group's store")
+            if address is None:
+                raise SyncTimeout(
+                    f"phase 'join': rank {self.src} (the source) did not come within {deadline.timeout_s:g} s; every rank of "
+                    f"the group must make the call, and name the same src",
+                    self.src,
+                )
+            self._generation = int(address["generation"])
+            self._token = str(address["token"])
+            connection = None
+            if address["host"] == mine:
+                connection = _core.connect_unix(address["unix"])
+            else:
+                for ip in address.get("ips", []):
+                    connection = _core.connect_tcp(ip, int(address["port"]), min(5.0, max(0.1, deadline.left())))
+                    if connection is not None:
+                        break
+                else:
+                    if address.get("ips"):
+                        raise CommError(
+                            f"rank {self.rank} cannot reach the source's control port {address['port']} at "
+                            f"{', '.join(address['ips'])}; set FASTSYNC_HOST on rank {self.src} to an address that other "
+                            "hosts can reach",
+                            self.src,
+                        )
+            if connection is None:
+                continue  # that session is gone: wait for its next one
+            receiver = _core.WeightReceiver(self.rank, self.src, self.ranks, self._token, mine)
+            receiver.connect(connection)
+            self.receiver = receiver
+            return
+
+    def _with_store(self, work: Callable[[threading.Event], Any], deadline: Deadline, what: str) -> Any:
+        try:
+            return bounded(work, deadline, what)
+        except (RuntimeError, ConnectionError) as error:
+            if isinstance(error, (PeerLost, CommError, StateError)):
+                raise
+            raise PeerLost(
+                f"{what}: {error}; the process that hosts the store has ended: make a new process group"
+            ) from None
+
+    # --- the gloo data plane
+
+    def make_driver(self, generation: int, timeout_s: float, check: Callable[[], None]) -> _gloo.GlooDriver:
+        """A process group of our own for this generation of the data plane; every rank calls it at the same point."""
+        store = self._open_store()
+        prefix = f"pg/{self._token}/{generation}"
+        me = self.ranks.index(self.rank)
+        deadline = Deadline(timeout_s)
+        try:
+            group = bounded(
+                lambda _: _gloo.make_group(store, prefix, me, len(self.ranks), timeout_s),
+                deadline,
+                "connecting the gloo group of all ranks",
+                check,
+            )
+        except RuntimeError as error:
+            if isinstance(error, (StateError, CommError)):
+                raise
+            check()
+            raise CommError(f"gloo could not connect the {len(self.ranks)} ranks of the group: {error}") from None
+        return _gloo.GlooDriver(group, self.ranks.index(self.src), timeout_s)
+
+    # --- end
+
+    def close(self, exiting: bool = False) -> None:
+        """Local; says goodbye and lets go of everything. Does not block."""
+        self.closed = True
+        if os.getpid() != self.pid:
+            return
+        sender, self.sender = self.sender, None
+        receiver, self.receiver = self.receiver, None
+        if sender is not None:
+            sender.close(exiting)
+        if receiver is not None:
+            receiver.close(exiting)
+        self._store = None
+
+
+_channels: dict[tuple[int, int], Channel] = {}
+_registry_lock = threading.RLock()
+
+
+def channel_for(group: Any, ranks: list[int], rank: int, src: int) -> Channel:
+    """The channel of (group, src), made or found."""
+    key = (id(group), src)
+    with _registry_lock:
+        channel = _channels.get(key)
+        if channel is not None and not channel.closed and channel.pid == os.getpid():
+            channel.users += 1
+            return channel
+        channel = Channel(group, ranks, rank, src)
+        channel.users = 1
+        _channels[key] = channel
+        weakref.finalize(group, _forget, key).atexit = False
+        return channel
+
+
+def close_channel(channel: Channel) -> None:
+    """A session is done with `channel`; the last one closes it."""
+    with _registry_lock:
+        channel.users -= 1
+        if channel.users > 0:
+            return
+        for key, held in list(_channels.items()):
+            if held is channel:
+                del _channels[key]
+    channel.close()
+
+
+def _forget(key: tuple[int, int]) -> None:
+    with _registry_lock:
+        channel = _channels.pop(key, None)
+    if channel is not None:
+        channel.close()
+
+
+def close_all(exiting: bool = False) -> None:
+    """Closes every channel of this process."""
+    with _registry_lock:
+        channels = list(_channels.values())
+        _channels.clear()
+    for channel in channels:
+        channel.close(exiting)
+
+
+atexit.register(close_all, True)

@@ -1,0 +1,786 @@
+"""The session: `WeightSync`, and the one-liners over it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Union
+
+import torch
+
+from . import _core
+from ._group import Channel, channel_for, close_channel, resolve_group
+from ._progress import Display, check_progress
+from ._tensors import describe, dtype_from_name, is_generator, pair, snapshot
+from ._transports import candidates, check_transport, default_bucket_bytes
+from ._waiting import Deadline
+from .errors import CommError, Error, InvalidArgument, PeerFailed, PeerLost, SharedDestination, StateError
+from .report import SyncReport
+
+__all__ = ["Params", "WeightSync", "broadcast_bucketed", "close", "receive_bucketed"]
+
+Params = Union[torch.nn.Module, Mapping[str, Any], Iterable[tuple[str, Any]]]
+LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], object]
+
+_MAX_BUFFERS = 64
+_REMEMBERED_PLANS = 4
+
+
+def _check_int(name: str, value: object, low: int, high: int, unit: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidArgument(f"{name} is {value!r}; it is a whole number of {unit}")
+    number = int(value.__index__())
+    if not low <= number <= high:
+        raise InvalidArgument(f"{name} is {number}; it is {low} to {high} {unit}")
+    return number
+
+
+def _check_timeout(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidArgument(f"timeout_s is {value!r}; it is a finite number of seconds above 0")
+    seconds = float(value) if abs(value) < 1e300 else math.inf
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise InvalidArgument(f"timeout_s is {value!r}; it is a finite number of seconds above 0")
+    return seconds
+
+
+def _check_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} is {value!r}; it is True or False")
+    return value
+
+
+class _Refused:
+    """Marks an InvalidArgument that is about a tensor: the other ranks see it as a ManifestMismatch."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, InvalidArgument):
+            error.refused = True  # type: ignore[attr-defined]
+
+
+class WeightSync:
+    """Syncs weights from one rank of a group to all others, over and over; keeps plan, buffers and communicator.
+
+    Every rank of the group makes one and calls it in step: `broadcast()` on rank `src`, `receive()` or `stream()` on
+    the others. Making it is local; the ranks find each other in the first sync.
+
+    Args:
+        group: A `torch.distributed` process group; None is the default group.
+        src: Global rank of the source.
+        bucket_bytes: Bytes of a bucket, at least 1; rounded up to 256, cut down to what the plan needs. None: by
+            transport and cache size. The source's value holds.
+        transport: "auto", "shm" (one host) or "gloo" (several); see `fastsync.transports()`.
+        verify: Checksum every bucket. The source's value holds.
+        timeout_s: Seconds without progress after which a wait of this rank ends with `SyncTimeout`.
+        strict: Unknown and missing names are errors; False syncs what both sides have, as in torch. The source's value
+            holds.
+        progress: Draw a progress bar on stderr (needs rich).
+        buffers: Buckets in flight, 1 to 64. The source's value holds.
+
+    Raises:
+        InvalidArgument: An argument is wrong, or there is no process group.
+        CommError: The transport is unavailable here; the message says why.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        src: int = 0,
+        bucket_bytes: int | None = None,
+        transport: str = "auto",
+        verify: bool = True,
+        timeout_s: float = 300.0,
+        strict: bool = True,
+        progress: bool = False,
+        buffers: int = 2,
+    ) -> None:
+        self._closed = True  # until everything is checked
+        if bucket_bytes is not None:
+            bucket_bytes = _check_int("bucket_bytes", bucket_bytes, 1, 1 << 62, "bytes")
+        self._bucket_bytes = bucket_bytes
+        self._buffers = _check_int("buffers", buffers, 1, _MAX_BUFFERS, "buckets")
+        self._verify = _check_bool("verify", verify)
+        self._strict = _check_bool("strict", strict)
+        self._timeout_s = _check_timeout(timeout_s)
+        self._progress = check_progress(progress)
+        self._transport = check_transport(transport)
+        process_group, ranks, rank, src = resolve_group(group, src)
+        self._rank = rank
+        self._src = src
+        self._channel: Channel = channel_for(process_group, ranks, rank, src)
+        self._shares_version = False
+        self._version: int | None = None
+        self._dirty = False
+        self._report: SyncReport | None = None
+        self._table = _core.TensorTable(rank)
+        self._plans: list[tuple[int, Any]] = []  # (bucket_bytes asked for, plan), newest first
+        self._stream_plan: tuple[int, Any] | None = None
+        self._plan_current = False  # the newest plan is the table's
+        self._user_error: BaseException | None = None
+        self._closed = False
+
+    # --- what is known
+
+    @property
+    def version(self) -> int | None:
+        """The last committed version; None if never synced."""
+        return self._channel.version if self._shares_version else self._version
+
+    @property
+    def dirty(self) -> bool:
+        """True when a failed sync may have left this rank's destinations half written; until a later one commits."""
+        return self._dirty
+
+    @property
+    def report(self) -> SyncReport | None:
+        """The report of the last sync that committed."""
+        return self._report
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the session. Local, does not wait for anybody, may be called twice; a sync after it is a StateError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._plans.clear()
+        self._stream_plan = None
+        close_channel(self._channel)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    # --- the source
+
+    def broadcast(self, params: Params, version: int | None = None) -> SyncReport:
+        """Sends `params` to every other rank and commits them as `version`. Called by rank `src` only.
+
+        Args:
+            params: An nn.Module (its `state_dict(keep_vars=True)`), a mapping, an iterable of (name, tensor) pairs, or a
+                generator of them, which is pulled on this thread, one item at a time, each copied before the next is
+                asked for. Do not write to the tensors until this returns.
+            version: A whole number above the last committed one; None: last + 1, counted from 1.
+
+        Raises:
+            InvalidArgument: A tensor or the version is refused.
+            ManifestMismatch: A receiver's destinations do not fit; nothing was written anywhere.
+            ChecksumError, SyncTimeout, PeerLost, PeerFailed, CommError, DeviceError: As named; every rank gets it.
+            StateError: Closed, forked, on a receiver, or inside a callback of a sync on this group.
+        """
+        self._check_usable()
+        if self._rank != self._src:
+            raise StateError(f"broadcast() is called on rank {self._src} (src), this is rank {self._rank}: call receive()")
+        channel = self._channel
+        channel.acquire(self._timeout_s)
+        try:
+            return self._broadcast(channel, params, version)
+        finally:
+            channel.release()
+            self._user_error = None
+
+    def _broadcast(self, channel: Channel, params: Params, version: int | None) -> SyncReport:
+        started = time.perf_counter()
+        streaming = is_generator(params)
+        display = Display(self._progress, f"sync from rank {self._rank}")
+        try:
+            problem: BaseException | None = None
+            plan_s = 0.0
+            keep: list[object] = []
+            try:
+                number = self._next_version(version)
+                if not streaming:
+                    with _Refused():
+                        keep = self._refresh(*snapshot(params, self._rank), destination=False)
+                        self._table.find_ties()
+                        self._plan_current = self._plan_current and not self._table.changed
+                    plan_s = time.perf_counter() - started
+            except BaseException as error:  # noqa: BLE001 - every rank is told, then it is raised
+                problem = error
+            channel.connect(Deadline(self._timeout_s))
+            sender = channel.sender
+            if sender is None:
+                raise StateError("the session is closed")
+            sender.open(self._timeout_s, display.hook())
+            try:
+                if problem is not None:
+                    sender.connect_all()
+                    raise problem
+                transport = "none"
+                if len(channel.ranks) > 1:
+                    transport = sender.join(self._transport, candidates())
+                mark = time.perf_counter()
+                asked = self._bucket_bytes or default_bucket_bytes(transport)
+                plan, known = self._stream_plan_for(asked) if streaming else self._plan_for(asked)
+                plan_s += time.perf_counter() - mark
+                held = sender.begin(number, asked, self._buffers, self._verify, self._strict, plan, streaming)
+                if sender.needs_external:
+                    sender.attach_external(
+                        channel.make_driver(sender.comm_generation, self._timeout_s, sender.check)
+                    )
+                display.start(None if plan is None else plan.nbytes, lambda: sender.bytes_sent)
+                if streaming:
+                    self._push_all(sender, params)
+                    plan = sender.finish_stream()
+                    self._stream_plan = (asked, plan)
+                    known = known and sender.followed_plan
+                else:
+                    sender.send_plan(self._table)
+                missing, unexpected = sender.commit()
+            except BaseException as error:
+                error = self._settle(error, sender.check if sender.active else None)
+                sender.fail(*self._outward(error))
+                raise error
+            self._set_version(number)
+            self._dirty = False
+            self._report = self._make_report(
+                number,
+                transport,
+                plan.nbytes,
+                plan.tensors,
+                plan.buckets,
+                sender.bucket_bytes,
+                time.perf_counter() - started,
+                known and held,
+                sender.staging_bytes,
+                {"plan": plan_s, **sender.phases},
+                unexpected,
+                missing,
+            )
+            del keep
+            return self._report
+        finally:
+            display.stop()
+            if streaming:
+                self._close_generator(params)
+
+    def _push_all(self, sender: Any, params: Any) -> None:
+        index = 0
+        while True:
+            try:
+                item = next(params)
+            except StopIteration:
+                return
+            except BaseException as error:
+                self._user_error = error
+                raise
+            with _Refused():
+                name, tensor = pair(item, index, self._rank)
+                _check_name(name, index, self._rank)
+                if not sender.push_plain(name, tensor):
+                    d = describe(tensor, name, self._rank, destination=False)
+                    sender.push(
+                        name, d.dtype, d.shape, d.byte_strides, d.itemsize, d.address, d.flip_real, d.flip_imag, d.is_complex
+                    )
+            del item, tensor
+            index += 1
+
+    @staticmethod
+    def _close_generator(params: Any) -> None:
+        close_it = getattr(params, "close", None)
+        if close_it is not None:
+            close_it()
+
+    def _next_version(self, version: object) -> int:
+        last = self.version
+        if version is None:
+            return 1 if last is None else last + 1
+        number = _check_int("version", version, 0, (1 << 63) - 1, "(a version number)")
+        if last is not None and number <= last:
+            raise InvalidArgument(
+                f"rank {self._rank}: version is {number}, but {last} is already committed; versions only grow", self._rank
+            )
+        return number
+
+    def _set_version(self, number: int) -> None:
+        self._version = number
+        if self._shares_version:
+            self._channel.version = number
+
+    def _refresh(self, names: list[Any], tensors: list[Any], *, destination: bool) -> list[object]:
+        """Brings the table up to date with these tensors; returns what must stay alive during the sync."""
+        keep: list[object] = [tensors]
+        try:
+            for i in self._table.refresh(names, tensors):
+                d = describe(tensors[i], names[i], self._rank, destination=destination)
+                keep.append(d.keep)
+                self._table.describe(
+                    i, d.dtype, d.shape, d.byte_strides, d.itemsize, d.address, d.flip_real, d.flip_imag, d.is_complex
+                )
+        except BaseException:
+            self._table.clear()  # half described
+            self._plan_current = False
+            raise
+        return keep
+
+    def _plan_for(self, asked: int) -> tuple[Any, bool]:
+        """The plan of the table, and whether an earlier sync made it."""
+        if self._plans and self._plan_current and self._plans[0][0] == asked:
+            return self._plans[0][1], True
+        with _Refused():
+            plan = self._table.plan(asked)
+        for i, (bucket_bytes, old) in enumerate(self._plans):
+            if bucket_bytes == asked and old.fingerprint == plan.fingerprint:
+                self._plans.insert(0, self._plans.pop(i))
+                self._plan_current = True
+                return old, True
+        self._plans.insert(0, (asked, plan))
+        del self._plans[_REMEMBERED_PLANS:]
+        self._plan_current = True
+        return plan, False
+
+    def _stream_plan_for(self, asked: int) -> tuple[Any, bool]:
+        if self._stream_plan is not None and self._stream_plan[0] == asked:
+            return self._stream_plan[1], True
+        return None, False
+
+    # --- receivers
+
+    def receive(self, into: Params | None = None, *, load: LoadWeights | None = None) -> SyncReport:
+        """Takes part in a sync; returns when its version is committed. Called by every rank but `src`.
+
+        Args:
+            into: Destinations, overwritten in place: an nn.Module, a mapping or a sequence of (name, tensor) pairs.
+            load: Instead: called bucket by bucket with a list of (name, tensor), each name once and whole. The tensors
+                are valid during the call and meant to be read; what the callee writes to them no other rank sees.
+
+        Raises:
+            As broadcast(). What `load` raises is raised here unchanged, and is PeerFailed on the other ranks. After an
+            error `dirty` says whether destinations may be half written.
+        """
+        self._check_usable()
+        if self._rank == self._src:
+            raise StateError(f"receive() is for the other ranks; this is rank {self._rank}, the source: call broadcast()")
+        if (into is None) == (load is None):
+            raise InvalidArgument("receive() takes either destinations (into=) or a loader (load=)")
+        if load is not None and not callable(load):
+            raise InvalidArgument(f"load is a {type(load).__name__}, not a callable")
+        channel = self._channel
+        channel.acquire(self._timeout_s)
+        try:
+            return self._receive_into(channel, into) if load is None else self._receive_load(channel, load)
+        finally:
+            channel.release()
+            self._user_error = None
+
+    def stream(self, *, borrow: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Takes part in a sync as an iterator of (name, tensor), in the source's order; committed when it is exhausted.
+
+        Leaving the loop early is a failure of this rank. The tensors are this rank's own, unless `borrow=True`: they are
+        then read-only by agreement and valid until the next item is asked for.
+        """
+        self._check_usable()
+        if self._rank == self._src:
+            raise StateError(f"stream() is for the other ranks; this is rank {self._rank}, the source: call broadcast()")
+        return self._stream(_check_bool("borrow", borrow))
+
+    def _receive_into(self, channel: Channel, into: Any) -> SyncReport:
+        started = time.perf_counter()
+        problem: BaseException | None = None
+        keep: list[object] = []
+        try:
+            with _Refused():
+                if is_generator(into):
+                    raise InvalidArgument(
+                        f"rank {self._rank}: destinations cannot be a generator; pass a module, a mapping or a list of pairs",
+                        self._rank,
+                    )
+                keep = self._refresh(*snapshot(into, self._rank), destination=True)
+                self._table.check_destinations()
+        except BaseException as error:  # noqa: BLE001 - every rank is told, then it is raised
+            problem = error
+        plan_s = time.perf_counter() - started
+        with self._receiving(channel, problem) as (receiver, begin):
+            binder = _core.TableBinder(self._table, begin["strict"], begin["streaming"])
+            try:
+                with _Refused():
+                    receiver.bind(binder)
+            except InvalidArgument as error:
+                raise self._shared_destination(error) from None
+            self._get_ready(channel, receiver, begin)
+            try:
+                receiver.receive_into(binder)
+            except InvalidArgument as error:
+                raise self._shared_destination(error) from None
+            tensors = receiver.tensors
+            receiver.commit(binder.missing, binder.unexpected)
+        del keep
+        return self._received(receiver, begin, tensors, started, plan_s, binder.unexpected, binder.missing)
+
+    def _shared_destination(self, error: InvalidArgument) -> SharedDestination:
+        shared = SharedDestination(str(error), error.rank)
+        shared.refused = True  # type: ignore[attr-defined]
+        return shared
+
+    def _receive_load(self, channel: Channel, load: LoadWeights) -> SyncReport:
+        started = time.perf_counter()
+        with self._receiving(channel, None) as (receiver, begin):
+            self._get_ready(channel, receiver, begin)
+            for items in self._deliver(receiver, own=False):
+                self._touched = True
+                try:
+                    load(items)
+                except BaseException as error:
+                    self._user_error = error
+                    raise
+                del items
+            tensors = receiver.tensors
+            receiver.commit([], [])
+        return self._received(receiver, begin, tensors, started, 0.0, [], [])
+
+    def _stream(self, borrow: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        channel = self._channel
+        channel.acquire(self._timeout_s)
+        try:
+            started = time.perf_counter()
+            with self._receiving(channel, None) as (receiver, begin):
+                self._get_ready(channel, receiver, begin)
+                count = 0
+                for items in self._deliver(receiver, own=not borrow):
+                    self._touched = True
+                    for item in items:
+                        count += 1
+                        try:
+                            yield item
+                        except GeneratorExit as error:
+                            self._user_error = error
+                            self._user_message = f"left the loop over stream() after {count} tensors"
+                            raise
+                        channel.adopt()
+                        del item
+                    items.clear()
+                tensors = receiver.tensors
+                receiver.commit([], [])
+            self._received(receiver, begin, tensors, started, 0.0, [], [])
+        finally:
+            channel.release()
+            self._user_error = None
+
+    @contextlib.contextmanager
+    def _receiving(self, channel: Channel, problem: BaseException | None) -> Iterator[tuple[Any, Any]]:
+        """One sync of a receiver: joined inside, failed towards the others if the body raises."""
+        self._touched = False
+        self._user_message = ""
+        deadline = Deadline(self._timeout_s)
+        display = Display(self._progress, f"sync to rank {self._rank}")
+        try:
+            while True:
+                channel.connect(deadline)
+                receiver = channel.receiver
+                if receiver is None:
+                    raise StateError("the session is closed")
+                receiver.open(self._timeout_s, display.hook())
+                try:
+                    if problem is not None:
+                        receiver.announce(self._transport)
+                        raise problem
+                    begin = receiver.join(self._transport)
+                    break
+                except _core.SourceClosed:
+                    # Its next session is another connection; the wait for it is still the same one.
+                    receiver.fail(PeerFailed.kind, self._rank, "the source closed its session")
+                except BaseException as error:
+                    error = self._settle(error, None)
+                    receiver.fail(*self._outward(error))
+                    raise error
+            try:
+                display.start(None, lambda: receiver.bytes_received)
+                yield receiver, begin
+            except BaseException as error:
+                self._dirty = self._dirty or receiver.wrote or self._touched
+                error = self._settle(error, receiver.check if receiver.active else None)
+                receiver.fail(*self._outward(error))
+                raise error
+        finally:
+            display.stop()
+
+    def _get_ready(self, channel: Channel, receiver: Any, begin: Any) -> None:
+        receiver.ready()
+        if receiver.needs_external:
+            receiver.attach_external(channel.make_driver(begin["comm_generation"], self._timeout_s, receiver.check))
+
+    def _deliver(self, receiver: Any, *, own: bool) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Bucket by bucket, the tensors that are whole now. `own`: copied out; else views of the bucket."""
+        partial: torch.Tensor | None = None
+        delivered = 0
+        while (bucket := receiver.next_bucket(not own)) is not None:
+            address, used, pieces, first, last = bucket
+            raw = None if own or used == 0 else _view_memory(address, used, receiver.bucket_owner())
+            whole: dict[int, torch.Tensor] = {}
+            for index, offset, at, nbytes, completes in pieces:
+                if offset == 0 and completes and raw is not None:
+                    _, dtype, shape, _ = receiver.entry(index)
+                    view = _as_tensor(raw[at : at + nbytes], dtype_from_name(dtype), shape)
+                    if view is not None:
+                        whole[index] = view
+                        continue
+                if offset == 0:
+                    _, dtype, shape, _ = receiver.entry(index)
+                    partial = torch.empty(shape, dtype=dtype_from_name(dtype))
+                if partial is None:
+                    raise CommError(f"tensor number {index} arrived without its beginning")
+                _core.copy_bytes(partial.data_ptr() + offset, address + at, nbytes, False)
+                if completes:
+                    whole[index] = partial
+                    partial = None
+            if own:
+                receiver.release_bucket()  # copied out: the source need not wait for the callee
+            items = []
+            for index in range(first, last):
+                name, dtype, shape, _ = receiver.entry(index)
+                tensor = whole.pop(index, None)
+                items.append((name, torch.empty(shape, dtype=dtype_from_name(dtype)) if tensor is None else tensor))
+            delivered = last
+            del raw
+            if items:
+                yield items
+            items = []
+            receiver.release_bucket()
+        rest = []
+        for index in range(delivered, receiver.tensors):  # empty tensors after the last bucket
+            name, dtype, shape, _ = receiver.entry(index)
+            rest.append((name, torch.empty(shape, dtype=dtype_from_name(dtype))))
+        if rest:
+            yield rest
+
+    def _received(
+        self,
+        receiver: Any,
+        begin: Any,
+        tensors: int,
+        started: float,
+        plan_s: float,
+        unexpected: list[str],
+        missing: list[str],
+    ) -> SyncReport:
+        self._set_version(begin["version"])
+        self._dirty = False
+        self._report = self._make_report(
+            begin["version"],
+            begin["transport"],
+            receiver.bytes_received,
+            tensors,
+            receiver.buckets_received,
+            begin["bucket_bytes"],
+            time.perf_counter() - started,
+            receiver.held_plan and not receiver.deviated,
+            receiver.staging_bytes,
+            {"plan": plan_s, **receiver.phases},
+            unexpected,
+            missing,
+        )
+        return self._report
+
+    # --- both
+
+    def _check_usable(self) -> None:
+        self._channel.check_process()
+        if self._closed:
+            raise StateError("this session is closed; make a new WeightSync")
+        if self._channel.closed:
+            # Closed with its process group, or by fastsync.close(): a session outlives neither.
+            raise StateError("the process group of this session is gone, or fastsync.close() was called; make a new WeightSync")
+
+    def _settle(self, error: BaseException, check: Callable[[], None] | None) -> BaseException:
+        """Where the data plane broke, the control plane may know better why: who died, or who failed."""
+        if isinstance(error, PeerLost):
+            self._channel.lost = error
+        if check is None or not isinstance(error, CommError) or error is self._user_error:
+            return error
+        patience = Deadline(0.5)
+        while patience.left() > 0:
+            try:
+                check()
+            except Error as better:
+                if isinstance(better, PeerLost):
+                    self._channel.lost = better
+                return better
+            except BaseException as interrupt:  # noqa: BLE001 - a signal: that is then the error
+                return interrupt
+            threading.Event().wait(0.01)
+        return error
+
+    def _outward(self, error: BaseException) -> tuple[int, int, str]:
+        """(kind, rank, message) that the other ranks see for an error of this one."""
+        if isinstance(error, Error) and error is not self._user_error and not isinstance(error, StateError):
+            kind = 2 if getattr(error, "refused", False) else error.kind
+            message = error.message if isinstance(error, PeerFailed) else str(error)
+            rank = error.rank
+            if rank < 0:
+                rank = self._rank
+                message = f"rank {rank}: {message}"
+        else:
+            kind, rank = PeerFailed.kind, self._rank
+            text = str(error) or (self._user_message if isinstance(error, GeneratorExit) else "")
+            message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return kind, rank, message.encode("utf-8", "replace")[: _core.MAX_MESSAGE_BYTES].decode("utf-8", "ignore")
+
+    def _make_report(
+        self,
+        version: int,
+        transport: str,
+        nbytes: int,
+        tensors: int,
+        buckets: int,
+        bucket_bytes: int,
+        seconds: float,
+        plan_reused: bool,
+        peak_staging_bytes: int,
+        phases: dict[str, float],
+        unexpected: list[str],
+        missing: list[str],
+    ) -> SyncReport:
+        return SyncReport(
+            version=version,
+            transport=transport,
+            nbytes=nbytes,
+            tensors=tensors,
+            buckets=buckets,
+            bucket_bytes=bucket_bytes,
+            seconds=seconds,
+            gb_per_s=nbytes / seconds / 1e9 if seconds > 0 else 0.0,
+            plan_reused=plan_reused,
+            peak_staging_bytes=peak_staging_bytes,
+            phases=phases,
+            unexpected=unexpected,
+            missing=missing,
+        )
+
+    _touched = False
+    _user_message = ""
+
+
+def _check_name(name: object, index: int, rank: int) -> None:
+    valid = isinstance(name, str)
+    if isinstance(name, str) and not name.isascii():
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            valid = False
+    if not valid:
+        raise InvalidArgument(
+            f"rank {rank}: the name of tensor number {index} is {name!r}, not a valid str (UTF-8 without lone surrogates)", rank
+        )
+
+
+def _view_memory(address: int, nbytes: int, owner: object) -> torch.Tensor:
+    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _as_tensor(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor | None:
+    """`raw` bytes as a tensor that shares their memory; None for dtypes that torch cannot view bytes as."""
+    try:
+        return raw.view(dtype).view(shape)
+    except RuntimeError:
+        return None
+
+
+# --- the one-liners -----------------------------------------------------------------------------------------------------
+
+_sessions: dict[tuple[object, ...], tuple[Any, WeightSync]] = {}
+_sessions_lock = threading.Lock()
+
+
+def _session(group: Any, src: Any, options: tuple[tuple[str, Any], ...]) -> WeightSync:
+    """The session of these options, kept from call to call."""
+    fresh = WeightSync(group, src=src, **dict(options))  # checks everything; cheap and local
+    process_group, _, _, _ = resolve_group(group, src)
+    key = (id(process_group), src, *options)
+    with _sessions_lock:
+        found = _sessions.get(key)
+        if found is not None:
+            held, session = found
+            if held() is process_group and not session._closed and not session._channel.closed:
+                fresh.close()
+                return session
+        fresh._shares_version = True
+        _sessions[key] = (weakref.ref(process_group), fresh)
+        return fresh
+
+
+def broadcast_bucketed(
+    params: Params,
+    *,
+    src: int = 0,
+    group: Any = None,
+    version: int | None = None,
+    bucket_bytes: int | None = None,
+    transport: str = "auto",
+    verify: bool = True,
+    timeout_s: float = 300.0,
+    strict: bool = True,
+    progress: bool = False,
+    buffers: int = 2,
+) -> SyncReport:
+    """Copies `params` of rank `src` into the `params` of every other rank, in place. Every rank of the group calls it.
+
+    A rank that has a loader instead of destinations calls `receive_bucketed`. The session behind it is kept, so the
+    second call with the same tensors replays the first one's plan. Arguments and errors are `WeightSync`'s; `version`
+    counts per group and source, and is the source's.
+
+    Returns:
+        The report of this rank.
+    """
+    session = _session(
+        group,
+        src,
+        (
+            ("bucket_bytes", bucket_bytes),
+            ("transport", transport),
+            ("verify", verify),
+            ("timeout_s", timeout_s),
+            ("strict", strict),
+            ("progress", progress),
+            ("buffers", buffers),
+        ),
+    )
+    if session._rank == src:
+        return session.broadcast(params, version)
+    return session.receive(params)
+
+
+def receive_bucketed(
+    load_weights: LoadWeights,
+    *,
+    src: int = 0,
+    group: Any = None,
+    transport: str = "auto",
+    verify: bool = True,
+    timeout_s: float = 300.0,
+    progress: bool = False,
+) -> SyncReport:
+    """Takes part in a `broadcast_bucketed` of rank `src` with a loader instead of destination tensors.
+
+    `load_weights(list[tuple[str, Tensor]])` is called bucket by bucket; see `WeightSync.receive(load=...)`.
+    """
+    session = _session(
+        group,
+        src,
+        (("transport", transport), ("verify", verify), ("timeout_s", timeout_s), ("progress", progress)),
+    )
+    return session.receive(load=load_weights)
+
+
+def close() -> None:
+    """Closes the sessions that the one-liners keep. Local, never blocks; the next call starts afresh."""
+    with _sessions_lock:
+        sessions = [session for _, session in _sessions.values()]
+        _sessions.clear()
+    for session in sessions:
+        session.close()
