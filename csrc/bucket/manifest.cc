@@ -328,6 +328,13 @@ void Manifest::append(TensorMeta meta) {
   fingerprint_ = mix_entry(fingerprint_, added);
 }
 
+void Manifest::reserve(std::size_t tensors) {
+  // Never a little more at a time: pieces of a manifest that each reserve their own would copy it for each.
+  if (tensors <= tensors_.capacity()) return;
+  tensors_.reserve(std::max(tensors, 2 * tensors_.capacity()));
+  index_.reserve(tensors_.capacity());
+}
+
 std::optional<std::uint32_t> Manifest::find(std::string_view name) const {
   const auto found = index_.find(name);
   if (found == index_.end()) return std::nullopt;
@@ -350,6 +357,8 @@ void Manifest::append_serialized(std::span<const std::byte> bytes) {
   if (reader.byte() != kFormat) reader.fail("unknown format");
   const std::uint64_t count = reader.varint();
   if (count > reader.left() / kMinEntryBytes) reader.fail(concat(count, " entries do not fit"));
+
+  reserve(tensors_.size() + count);
 
   const std::size_t old_size = tensors_.size();
   const std::uint64_t old_nbytes = nbytes_;

@@ -259,6 +259,10 @@ void WeightReceiver::tick() {
   last_tick_ = Clock::now();
   if (hook_) hook_();
   pump();
+  throw_if_over();
+}
+
+void WeightReceiver::throw_if_over() {
   throw_if_failed();
   if (source_closed_) {
     if (began_) {
@@ -296,8 +300,11 @@ void WeightReceiver::wait_until(const char* what, const std::function<bool()>& d
   Wait wait(timeout_, nullptr);
   std::size_t entries = grown_.size();
   for (;;) {
-    tick();
-    if (done()) return;
+    last_tick_ = Clock::now();
+    if (hook_) hook_();
+    pump();
+    if (done()) return;  // before anything that came later: a source may commit, close and exit in one breath
+    throw_if_over();
     if (grown_.size() != entries) {
       entries = grown_.size();
       wait.progress();

@@ -120,6 +120,7 @@ class WeightReceiver {
   class Headers;
 
   void tick();
+  void throw_if_over();
   void pump();
   void handle(Frame& frame);
   void wait_until(const char* what, const std::function<bool()>& done);

@@ -72,7 +72,8 @@ def transports_table() -> str:
     """The capability table of `fastsync.transports()` as aligned text."""
     rows = [("transport", "available", "use it", "why not")]
     for info in fastsync.transports().values():
-        rows.append((info.name, "yes" if info.available else "no", info.use_when, info.reason or ""))
+        available, reason = ("yes", "") if info.available else ("no", info.reason)
+        rows.append((info.name, available, info.use_when, reason))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
