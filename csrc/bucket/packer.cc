@@ -153,6 +153,54 @@ Checksum unpack_strided(const std::byte* packed, const Fragment& fragment, const
   return check.sum();
 }
 
+// ---- Prefetch -------------------------------------------------------------------------------------------------------
+
+constexpr std::size_t kCacheLine = 64;
+// How much of a tensor's start to ask for: from there on the copy loops prefetch for themselves.
+constexpr std::uint64_t kPrefetchBytes = 1024;
+// How far ahead of the copy to ask, in bytes to be copied. Two or three memory latencies.
+constexpr std::uint64_t kLookAheadBytes = 2048;
+// Behind a longer piece, what was fetched before it has left the cache again.
+constexpr std::uint64_t kLongPieceBytes = 128 * 1024;
+
+// Asks for the memory of the fragments behind the one being copied. The copy loops run straight through one tensor, but
+// the next may lie anywhere, and with many small ones each would begin with a wait for memory.
+template <bool kForWriting>
+class LookAhead {
+ public:
+  // Asks for nothing that is longer than `longest`.
+  LookAhead(std::span<const Fragment> fragments, std::span<const TensorView> views, std::uint64_t longest) noexcept
+      : fragments_(fragments), views_(views), longest_(longest) {}
+
+  // Call before fragment `i` is copied.
+  void before(std::size_t i) noexcept {
+    if (i < next_) {
+      ahead_bytes_ -= fragments_[i].nbytes;
+    } else {
+      next_ = i + 1;
+      ahead_bytes_ = 0;
+    }
+    if (fragments_[i].nbytes > kLongPieceBytes) return;
+    for (; next_ < fragments_.size() && ahead_bytes_ < kLookAheadBytes; ++next_) {
+      const Fragment& fragment = fragments_[next_];
+      ahead_bytes_ += fragment.nbytes;
+      const TensorView& view = views_[fragment.tensor];
+      if (!view.contiguous || view.nbytes == 0 || fragment.nbytes > longest_) continue;
+      const std::byte* start = view.data + fragment.tensor_offset;
+      for (std::uint64_t at = 0; at < std::min(fragment.nbytes, kPrefetchBytes); at += kCacheLine) {
+        __builtin_prefetch(start + at, kForWriting ? 1 : 0, 3);
+      }
+    }
+  }
+
+ private:
+  std::span<const Fragment> fragments_;
+  std::span<const TensorView> views_;
+  std::uint64_t longest_;
+  std::size_t next_ = 0;           // the first fragment that has not been asked for
+  std::uint64_t ahead_bytes_ = 0;  // of those asked for and not yet copied
+};
+
 StoreMode without_fence(StoreMode mode) noexcept {
   return mode == StoreMode::kStreaming ? StoreMode::kStreamingUnfenced : mode;
 }
@@ -265,15 +313,22 @@ Checksum unpack_fragment(const std::byte* bucket, const Fragment& fragment, cons
 
 Checksum pack(std::byte* bucket, std::span<const Fragment> fragments, std::span<const TensorView> views, bool verify) {
   Checksum sum;
-  for (const Fragment& fragment : fragments) sum += pack_fragment(bucket, fragment, views[fragment.tensor], verify);
+  LookAhead<false> sources(fragments, views, kLongPieceBytes);
+  for (std::size_t i = 0; i < fragments.size(); ++i) {
+    sources.before(i);
+    sum += pack_fragment(bucket, fragments[i], views[fragments[i].tensor], verify);
+  }
   return sum;
 }
 
 Checksum unpack(const std::byte* bucket, std::span<const Fragment> fragments, std::span<const TensorView> views,
                 bool verify, StoreMode mode) {
   Checksum sum;
-  for (const Fragment& fragment : fragments) {
-    sum += unpack_fragment(bucket, fragment, views[fragment.tensor], verify, without_fence(mode));
+  // A line that is written around the cache must not be fetched into it first.
+  LookAhead<true> destinations(fragments, views, mode == StoreMode::kCached ? kLongPieceBytes : kMinStreamingBytes - 1);
+  for (std::size_t i = 0; i < fragments.size(); ++i) {
+    destinations.before(i);
+    sum += unpack_fragment(bucket, fragments[i], views[fragments[i].tensor], verify, without_fence(mode));
   }
   if (mode == StoreMode::kStreaming) fence_streaming_stores();
   return sum;

@@ -25,8 +25,6 @@ static_assert(std::endian::native == std::endian::little, "words and lanes are r
 
 constexpr std::size_t kWord = sizeof(std::uint64_t);
 constexpr std::size_t kCacheLine = 64;
-// Below this, a non-temporal copy spends more on its partial first and last lines than it saves.
-constexpr std::size_t kMinStreamingBytes = 1024;
 // A piece that stays in the first-level cache between being copied and being checked. A multiple of kCacheLine.
 constexpr std::size_t kSkewedBlock = 4096;
 // How far ahead to read. The hardware prefetcher keeps up with a plain copy; with the multiplies in between, asking

@@ -39,6 +39,8 @@ struct Checksum {
 // fence_streaming_stores() once after many pieces; a fence waits for memory, which costs more than a small piece does.
 enum class StoreMode { kCached, kStreaming, kStreamingUnfenced };
 void fence_streaming_stores() noexcept;
+// Shorter pieces go through the cache in every mode: their partial first and last lines would cost more than is saved.
+inline constexpr std::size_t kMinStreamingBytes = 1024;
 
 // `bucket_offset` is where the bytes lie in the bucket; a multiple of 8. No alignment is needed of `src` and `dst`.
 [[nodiscard]] Checksum checksum_bytes(const void* src, std::size_t nbytes, std::uint64_t bucket_offset) noexcept;

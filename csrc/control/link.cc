@@ -152,6 +152,12 @@ void Link::flush() {
   }
 }
 
+std::size_t Link::unsent_bytes() const noexcept {
+  std::size_t sum = 0;
+  for (const Outgoing& item : out_) sum += item.bytes.size() - item.sent;
+  return sum;
+}
+
 void Link::poll_now() {
   if (!socket_) return;
   flush();

@@ -39,6 +39,8 @@ class Link {
   void flush();
   [[nodiscard]] bool has_unsent() const noexcept { return !out_.empty(); }
 
+  [[nodiscard]] std::size_t unsent_bytes() const noexcept;
+
   // The next whole frame, if one has arrived.
   [[nodiscard]] std::optional<Frame> receive();
   // EOF, reset, or the peer's process ended; frames that had arrived are still returned by receive().

@@ -49,7 +49,7 @@ class WeightReceiver::Headers final : public HeaderChannel {
 };
 
 WeightReceiver::WeightReceiver(Identity identity)
-    : identity_(std::move(identity)), headers_(std::make_unique<Headers>(*this)) {}
+    : identity_(std::move(identity)), pid_(::getpid()), headers_(std::make_unique<Headers>(*this)) {}
 
 WeightReceiver::~WeightReceiver() { close(false); }
 
@@ -644,6 +644,11 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
 }
 
 void WeightReceiver::close(bool exiting) noexcept {
+  if (::getpid() != pid_) {  // a forked child: the connection is the parent's, it alone may end it
+    link_.reset();
+    drop_data_plane();
+    return;
+  }
   const std::string_view why = exiting ? "exit" : "close";
   try {
     if (active_) {

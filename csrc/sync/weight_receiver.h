@@ -135,6 +135,7 @@ class WeightReceiver {
   void drop_data_plane() noexcept;
 
   Identity identity_;
+  pid_t pid_;
   std::unique_ptr<Link> link_;
   std::optional<Error> lost_;
   std::optional<Error> failure_;

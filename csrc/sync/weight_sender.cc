@@ -74,7 +74,7 @@ class WeightSender::Headers final : public HeaderChannel {
   WeightSender& sender_;
 };
 
-WeightSender::WeightSender(Identity identity) : identity_(std::move(identity)) {
+WeightSender::WeightSender(Identity identity) : identity_(std::move(identity)), pid_(::getpid()) {
   listener_ = listen_unix(unix_name_);
   for (const int rank : identity_.ranks) {
     if (rank == identity_.rank) continue;
@@ -582,6 +582,12 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
 }
 
 namespace {
+std::size_t unsent_bytes(const std::vector<Link*>& links) {
+  std::size_t sum = 0;
+  for (const Link* link : links) sum += link->unsent_bytes();
+  return sum;
+}
+
 // The communicator knows which receiver is behind; the message is ours, one for all transports.
 template <typename F>
 auto with_deadline(F&& body, const std::function<void(int)>& time_out) {
@@ -636,6 +642,19 @@ void WeightSender::send_entries(std::size_t upto) {
     if (peer.link) send_manifest(*peer.link, grown_, entries_sent_, upto);
   }
   entries_sent_ = upto;
+  std::vector<Link*> unsent;
+  for (;;) {
+    unsent.clear();
+    for (auto& [rank, peer] : peers_) {
+      if (peer.link && !peer.link->gone() && peer.link->has_unsent()) unsent.push_back(peer.link.get());
+    }
+    if (unsent.empty()) return;
+    const std::size_t before = unsent_bytes(unsent);
+    wait_readable(unsent, -1, wait_->slice());
+    tick();
+    if (unsent_bytes(unsent) < before) wait_->progress();
+    if (wait_->expired()) time_out(slowest(), "read the manifest");
+  }
 }
 
 void WeightSender::close_bucket(bool last) {
@@ -649,7 +668,6 @@ void WeightSender::close_bucket(bool last) {
     header.tensors_end = planner_->tensors();  // an empty last bucket: only says that it is the last
   }
   if (!peers_.empty()) {
-    send_entries(planner_->tensors());
     if (!slot_) slot_ = with_deadline(
         [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
     header.checksum = slot_sum_;
@@ -657,6 +675,9 @@ void WeightSender::close_bucket(bool last) {
     const auto start = Clock::now();
     wait_->progress();
     comm_->send(*slot_, header, *wait_);
+    // After the bucket, not before it: a receiver that knows of the bucket reads what it needs to understand it, one
+    // that waits for it looks at its control connection now and then only.
+    send_entries(planner_->tensors());
     phases_.transfer += seconds_since(start);
   }
   slot_.reset();
@@ -809,6 +830,14 @@ void WeightSender::fail(ErrorKind kind, int rank, const std::string& message) no
 }
 
 void WeightSender::close(bool exiting) noexcept {
+  if (::getpid() != pid_) {  // a forked child: the connections are the parent's, it alone may end them
+    for (auto& [rank, peer] : peers_) peer.link.reset();
+    greetings_.clear();
+    listener_.reset();
+    tcp_listener_.reset();
+    drop_data_plane();
+    return;
+  }
   const std::string_view why = exiting ? "exit" : "close";
   try {
     if (active_) fail(ErrorKind::kPeerFailed, identity_.rank, concat("rank ", identity_.rank, " closed its session during the sync"));

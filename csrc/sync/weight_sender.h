@@ -143,6 +143,7 @@ class WeightSender {
   [[nodiscard]] std::string where() const;
 
   Identity identity_;
+  pid_t pid_;
   OwnedFd listener_;
   OwnedFd tcp_listener_;
   std::string unix_name_;

@@ -362,6 +362,7 @@ class Channel:
 
 
 _channels: dict[tuple[int, int], Channel] = {}
+_watched: set[tuple[int, int]] = set()  # groups whose end closes their channel
 _registry_lock = threading.RLock()
 
 
@@ -376,7 +377,9 @@ def channel_for(group: Any, ranks: list[int], rank: int, src: int) -> Channel:
         channel = Channel(group, ranks, rank, src)
         channel.users = 1
         _channels[key] = channel
-        weakref.finalize(group, _forget, key).atexit = False
+        if key not in _watched:
+            _watched.add(key)
+            weakref.finalize(group, _forget, key).atexit = False
         return channel
 
 
@@ -394,6 +397,7 @@ def close_channel(channel: Channel) -> None:
 
 def _forget(key: tuple[int, int]) -> None:
     with _registry_lock:
+        _watched.discard(key)
         channel = _channels.pop(key, None)
     if channel is not None:
         channel.close()

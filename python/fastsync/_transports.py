@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from . import _core, _gloo
@@ -43,8 +44,9 @@ def transports() -> dict[str, TransportInfo]:
     }
 
 
+@functools.lru_cache(maxsize=1)
 def candidates() -> list[str]:
-    """Names that `auto` may choose, best first."""
+    """Names that `auto` may choose, best first. Asked once: what a process can use does not change."""
     return [info.name for info in transports().values() if info.available]
 
 

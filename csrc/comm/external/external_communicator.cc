@@ -100,7 +100,7 @@ void ExternalCommunicator::finish_oldest(Wait& wait, bool heed_abort, Meanwhile 
   while (flying_.front().handle) {
     std::chrono::milliseconds time = at_least_one_ms(wait.slice());
     if (meanwhile()) time = std::min(time, look);
-    look *= 2;
+    look = std::min<std::chrono::milliseconds>(2 * look, kPollInterval);
     const std::uint64_t handle = *flying_.front().handle;
     if (ops_.wait(handle, time)) {
       flying_.front().handle.reset();
