@@ -1,8 +1,10 @@
 #include "bucket/strided.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace fastsync::detail {
 namespace {
@@ -37,25 +39,117 @@ void move_elements(PackedPointer<kDirection> packed, std::byte* strided, std::in
   }
 }
 
+// Sixteen bytes of elements. `pitch` below is the distance of neighbouring columns (or rows) in bytes.
+template <std::size_t kItemsize>
+struct Lanes;
+template <>
+struct Lanes<1> {
+  typedef std::uint8_t Vector __attribute__((vector_size(16)));
+};
+template <>
+struct Lanes<2> {
+  typedef std::uint16_t Vector __attribute__((vector_size(16)));
+};
+template <>
+struct Lanes<4> {
+  typedef std::uint32_t Vector __attribute__((vector_size(16)));
+};
+template <>
+struct Lanes<8> {
+  typedef std::uint64_t Vector __attribute__((vector_size(16)));
+};
+
+// a0 b0 a1 b1 ... of the lower halves, or of the upper ones.
+template <bool kUpper, typename Vector, std::size_t... kLane>
+inline Vector interleave(Vector a, Vector b, std::index_sequence<kLane...>) noexcept {
+  constexpr std::size_t kLanes = sizeof...(kLane);
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, ((kLane % 2 * kLanes) + kLane / 2 + (kUpper ? kLanes / 2 : 0))...);
+#else
+  return __builtin_shuffle(a, b, Vector{((kLane % 2 * kLanes) + kLane / 2 + (kUpper ? kLanes / 2 : 0))...});
+#endif
+}
+
+// A square of 16 bytes by as many lines as fit elements into them. Each round interleaves the first half of the lines
+// with the second, which moves one bit of the line number into the lane number and one back.
+template <std::size_t kItemsize>
+inline void transpose_square(std::byte* dst, std::int64_t dst_pitch, const std::byte* src,
+                             std::int64_t src_pitch) noexcept {
+  using Vector = typename Lanes<kItemsize>::Vector;
+  constexpr std::size_t kLanes = sizeof(Vector) / kItemsize;
+  constexpr auto kSequence = std::make_index_sequence<kLanes>();
+  std::array<Vector, kLanes> lines;
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    std::memcpy(&lines[i], src + static_cast<std::int64_t>(i) * src_pitch, sizeof(Vector));
+  }
+  for (std::size_t round = 1; round < kLanes; round *= 2) {
+    std::array<Vector, kLanes> next;
+    for (std::size_t i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = interleave<false>(lines[i], lines[i + kLanes / 2], kSequence);
+      next[2 * i + 1] = interleave<true>(lines[i], lines[i + kLanes / 2], kSequence);
+    }
+    lines = next;
+  }
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    std::memcpy(dst + static_cast<std::int64_t>(i) * dst_pitch, &lines[i], sizeof(Vector));
+  }
+}
+
+// How many columns ahead of the copy to ask for memory: each is a place of its own, which no hardware foresees.
+constexpr std::int64_t kColumnsAhead = 24;
+
+// Moves rows x columns between a plane of the view and a tile that stays in the first-level cache.
+template <std::size_t kItemsize, Direction kDirection>
+void move_tile(PackedPointer<kDirection> tile, std::byte* strided, std::int64_t rows, std::int64_t columns,
+               std::int64_t row_stride, std::int64_t column_stride) noexcept {
+  constexpr auto kItem = static_cast<std::int64_t>(kItemsize);
+  constexpr std::int64_t kLanes = kItem < 16 ? 16 / kItem : 1;
+  const std::int64_t tile_pitch = columns * kItem;
+  const auto move_one_by_one = [&](std::int64_t first_row, std::int64_t column) {
+    for (std::int64_t r = first_row; r < rows; ++r) {
+      move_element<kItemsize, kDirection>(tile + r * tile_pitch + column * kItem,
+                                          strided + r * row_stride + column * column_stride);
+    }
+  };
+  std::int64_t c = 0;
+  if (kLanes > 1 && row_stride == kItem) {
+    const std::int64_t square_rows = rows - rows % kLanes;
+    for (; c + kLanes <= columns; c += kLanes) {
+      for (std::int64_t k = c; k < c + kLanes; ++k) {
+        // Beyond the view's end it is wasted, but never wrong.
+        const std::byte* ahead = strided + (k + kColumnsAhead) * column_stride;
+        for (std::int64_t at = 0; at < rows * kItem; at += 64) {
+          __builtin_prefetch(ahead + at, kDirection == Direction::kScatter ? 1 : 0, 3);
+        }
+      }
+      if constexpr (kLanes > 1) {
+        for (std::int64_t r = 0; r < square_rows; r += kLanes) {
+          if constexpr (kDirection == Direction::kGather) {
+            transpose_square<kItemsize>(tile + r * tile_pitch + c * kItem, tile_pitch,
+                                        strided + r * kItem + c * column_stride, column_stride);
+          } else {
+            transpose_square<kItemsize>(strided + r * kItem + c * column_stride, column_stride,
+                                        tile + r * tile_pitch + c * kItem, tile_pitch);
+          }
+        }
+      }
+      for (std::int64_t k = c; k < c + kLanes; ++k) move_one_by_one(square_rows, k);
+    }
+  }
+  for (; c < columns; ++c) move_one_by_one(0, c);
+}
+
 // Moves a plane of rows x columns, row after row in packed memory, whose rows are close together in the view. Walking
-// it row by row would touch one cache line for each element, and again for each row. So it goes tile by tile, each
-// tile column by column, and through a buffer: whole tile rows then go to packed memory, which stays in order even
-// where its rows are a multiple of the cache's way size apart.
+// it row by row would touch one cache line for each element, and again for each row. So it goes tile by tile, and
+// through a buffer: whole rows of a tile then go to packed memory, which stays in order even where its rows are a
+// multiple of the cache's way size apart.
 template <std::size_t kItemsize, Direction kDirection>
 void move_plane(PackedPointer<kDirection> packed, std::byte* strided, std::int64_t rows, std::int64_t columns,
                 std::int64_t row_stride, std::int64_t column_stride) noexcept {
   constexpr auto kItem = static_cast<std::int64_t>(kItemsize);
   constexpr std::int64_t kSide = tile_side(kItem);
-  const auto move_tile = [&](PackedPointer<kDirection> tile, std::int64_t tile_columns, std::byte* corner) {
-    for (std::int64_t c = 0; c < tile_columns; ++c) {
-      for (std::int64_t r = 0; r < rows; ++r) {
-        move_element<kItemsize, kDirection>(tile + (r * tile_columns + c) * kItem,
-                                            corner + r * row_stride + c * column_stride);
-      }
-    }
-  };
   if (columns <= kSide) {  // the plane is a tile
-    move_tile(packed, columns, strided);
+    move_tile<kItemsize, kDirection>(packed, strided, rows, columns, row_stride, column_stride);
     return;
   }
   alignas(64) std::byte tile[kSide * kSide * kItem];
@@ -63,7 +157,9 @@ void move_plane(PackedPointer<kDirection> packed, std::byte* strided, std::int64
     const std::int64_t tile_columns = std::min(kSide, columns - c);
     std::byte* corner = strided + c * column_stride;
     const auto row_bytes = static_cast<std::size_t>(tile_columns * kItem);
-    if constexpr (kDirection == Direction::kGather) move_tile(tile, tile_columns, corner);
+    if constexpr (kDirection == Direction::kGather) {
+      move_tile<kItemsize, kDirection>(tile, corner, rows, tile_columns, row_stride, column_stride);
+    }
     for (std::int64_t r = 0; r < rows; ++r) {
       const PackedPointer<kDirection> packed_row = packed + (r * columns + c) * kItem;
       std::byte* tile_row = tile + r * tile_columns * kItem;
@@ -73,7 +169,9 @@ void move_plane(PackedPointer<kDirection> packed, std::byte* strided, std::int64
         std::memcpy(tile_row, packed_row, row_bytes);
       }
     }
-    if constexpr (kDirection == Direction::kScatter) move_tile(tile, tile_columns, corner);
+    if constexpr (kDirection == Direction::kScatter) {
+      move_tile<kItemsize, kDirection>(tile, corner, rows, tile_columns, row_stride, column_stride);
+    }
   }
 }
 

