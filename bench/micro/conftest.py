@@ -56,10 +56,10 @@ def _receiver(port: int, control: Connection) -> None:
     sessions: dict[str, Any] = {}
     try:
         while True:
-            # (session, keywords, sizes): one more sync of tensors with these sizes.
+            # (session, keywords, sizes): one more sync of bfloat16 tensors of these many bytes.
             name, keywords, sizes = control.recv()
             if name not in sessions:
-                into = {str(i): torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
+                into = {str(i): torch.zeros(n // 2, dtype=torch.bfloat16) for i, n in enumerate(sizes)}
                 sessions[name] = (fastsync.WeightSync(src=0, timeout_s=TIMEOUT_S, **keywords), into)
             session, into = sessions[name]
             session.receive(into=into)
@@ -68,7 +68,10 @@ def _receiver(port: int, control: Connection) -> None:
 
 
 class Partner:
-    """A receiver in another process; `run` does one sync with it and returns fastsync's report."""
+    """A receiver in another process; `run` does one sync with it and returns fastsync's report.
+
+    `sizes` are the bytes of the tensors; even numbers, as they are bfloat16.
+    """
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -89,7 +92,7 @@ class Partner:
         import fastsync
 
         if name not in self._sessions:
-            params = {str(i): torch.ones(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
+            params = {str(i): torch.ones(n // 2, dtype=torch.bfloat16) for i, n in enumerate(sizes)}
             self._sessions[name] = (fastsync.WeightSync(src=0, timeout_s=TIMEOUT_S, **keywords), params)
         self._control.send((name, keywords, sizes))
         session, params = self._sessions[name]

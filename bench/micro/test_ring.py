@@ -15,7 +15,7 @@ BUCKETS = 2000
 
 def test_empty_sync(benchmark: Any, partner: Any) -> None:
     """Begin and commit: what every sync costs whatever it carries."""
-    report = benchmark(partner.run, "empty", [1], transport="shm")
+    report = benchmark(partner.run, "empty", [2], transport="shm")
     assert report.tensors == 1
 
 

@@ -155,6 +155,12 @@ PYBIND11_MODULE(_core, m) {
       "configure_torch", [](const py::object& exchange, const py::tuple& plain) { TorchAccess::get().configure(exchange, plain); },
       py::arg("exchange"), py::arg("plain_types"));
   m.def(
+      "learn_layout",
+      [](const py::list& objects, const std::vector<std::uint64_t>& implementations, const std::vector<std::uint64_t>& storages) {
+        TorchAccess::get().learn_layout(objects, implementations, storages);
+      },
+      py::arg("objects"), py::arg("implementations"), py::arg("storages"));
+  m.def(
       "learn_dtype",
       [](const py::object& example, const std::string& name, std::uint32_t itemsize) {
         TorchAccess::get().learn_dtype(example, name, itemsize);
@@ -257,7 +263,7 @@ PYBIND11_MODULE(_core, m) {
       .def("__len__", &TensorTable::size);
 
   py::class_<TableBinder>(m, "TableBinder")
-      .def(py::init<const TensorTable&, bool, bool>(), py::arg("table"), py::arg("strict"), py::arg("streaming"),
+      .def(py::init<TensorTable&, bool, bool>(), py::arg("table"), py::arg("strict"), py::arg("streaming"),
            py::keep_alive<1, 2>())
       .def_property_readonly("missing", [](const TableBinder& b) { return b.lists().missing; })
       .def_property_readonly("unexpected", [](const TableBinder& b) { return b.lists().unexpected; });

@@ -1,6 +1,7 @@
 #include "binding/tensor_table.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 namespace fastsync::binding {
@@ -116,6 +117,61 @@ void TorchAccess::configure(const py::object& exchange, const py::tuple& plain_t
   }
 }
 
+namespace {
+// The offset of a pointer-sized field that holds `values[k]` in every object; 0 if there is no such field.
+std::size_t common_offset(const std::vector<const std::byte*>& objects, const std::vector<std::uint64_t>& values, std::size_t size) {
+  for (std::size_t offset = sizeof(void*); offset + sizeof(void*) <= size; offset += sizeof(void*)) {
+    bool all = !objects.empty();
+    for (std::size_t k = 0; all && k < objects.size(); ++k) all = std::memcmp(objects[k] + offset, &values[k], sizeof(void*)) == 0;
+    if (all) return offset;
+  }
+  return 0;
+}
+}  // namespace
+
+void TorchAccess::learn_layout(const py::list& objects, const std::vector<std::uint64_t>& implementations,
+                               const std::vector<std::uint64_t>& storages) {
+  implementation_offset_ = storage_offset_ = 0;
+  if (implementations.size() != objects.size() || storages.size() != objects.size()) return;
+  std::vector<const std::byte*> at;
+  std::size_t size = 128;
+  for (const auto& object : objects) {
+    at.push_back(reinterpret_cast<const std::byte*>(object.ptr()));
+    size = std::min(size, static_cast<std::size_t>(Py_TYPE(object.ptr())->tp_basicsize));
+  }
+  implementation_offset_ = common_offset(at, implementations, size);
+  if (implementation_offset_ == 0) return;
+  at.clear();
+  for (const auto address : implementations) at.push_back(reinterpret_cast<const std::byte*>(address));
+  storage_offset_ = common_offset(at, storages, 64);  // an implementation is larger than that in every torch
+}
+
+void TorchAccess::prefetch(PyObject* const* objects, std::size_t i, std::size_t n) const noexcept {
+  // Three steps of a pointer chase, each far enough ahead of the next.
+  if (i + 24 < n) __builtin_prefetch(objects[i + 24]);
+  if (implementation_offset_ == 0) return;
+  const auto implementation = [&](std::size_t k) -> const char* {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(objects[k]));
+    if (std::find(plain_types_.begin(), plain_types_.end(), type) == plain_types_.end()) return nullptr;
+    const char* pointer = nullptr;
+    std::memcpy(&pointer, reinterpret_cast<const char*>(objects[k]) + implementation_offset_, sizeof(pointer));
+    return pointer;
+  };
+  if (i + 16 < n) {
+    if (const char* const p = implementation(i + 16)) {
+      for (int line = 0; line < 4; ++line) __builtin_prefetch(p + line * 64);
+    }
+  }
+  if (storage_offset_ != 0 && i + 8 < n) {
+    if (const char* const p = implementation(i + 8)) {
+      const char* storage = nullptr;
+      std::memcpy(&storage, p + storage_offset_, sizeof(storage));
+      __builtin_prefetch(storage);
+      __builtin_prefetch(storage + 64);
+    }
+  }
+}
+
 void TorchAccess::learn_dtype(const py::handle& example, const std::string& name, std::uint32_t itemsize) {
   if (exchange_ == nullptr) return;
   DlTensor t{};
@@ -176,6 +232,7 @@ void TensorTable::clear() {
   index_.clear();
   overlaps_.clear();
   changed_ = moved_ = true;
+  ++stamp_;
   checked_ = false;
 }
 
@@ -190,6 +247,19 @@ void TensorTable::set_identity(std::size_t index, PyObject* object) {
   }
 }
 
+void TensorTable::remember_short_form(std::size_t index, PyObject* object) {
+  Identity& id = identities_[index];
+  const TensorView& view = views_[index];
+  DlTensor t{};
+  id.ndim = -1;
+  if (!view.contiguous || view.nbytes == 0 || TorchAccess::get().exchange_(object, &t) != 0 || t.ndim > kShortDims) return;
+  id.data = view.data;
+  id.dtype_key = dtype_key(t.dtype);
+  id.complex = t.dtype.code == kDlComplex;
+  std::copy(t.shape, t.shape + t.ndim, id.shape);
+  id.ndim = t.ndim;
+}
+
 // The same object as last time, alive ever since, describing the same memory.
 bool TensorTable::unchanged(std::size_t index, PyObject* object) {
   const TorchAccess& torch = TorchAccess::get();
@@ -200,8 +270,17 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
     PyErr_Clear();
     return false;
   }
+  if (id.ndim >= 0) {  // the common case: contiguous, few dimensions
+    if (t.ndim != id.ndim || static_cast<std::byte*>(t.data) + t.byte_offset != id.data || dtype_key(t.dtype) != id.dtype_key ||
+        !std::equal(id.shape, id.shape + id.ndim, t.shape) || !row_major(t.shape, t.strides, t.ndim) ||
+        (t.device.type != kDlCpu && t.device.type != kDlPinned)) {
+      return false;
+    }
+    // Conjugation is lazy and changes no address.
+    return !id.complex || !(calls_true(object, is_conj_name()) || calls_true(object, is_neg_name()));
+  }
   const TensorMeta& meta = metas_[index];
-  TensorView& view = views_[index];
+  const TensorView& view = views_[index];
   if (static_cast<std::size_t>(t.ndim) != meta.shape.size() || (t.device.type != kDlCpu && t.device.type != kDlPinned)) return false;
   if (!std::equal(meta.shape.begin(), meta.shape.end(), t.shape)) return false;
   const auto dtype = torch.dtypes_.find(dtype_key(t.dtype));
@@ -222,6 +301,7 @@ void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& vie
   TensorMeta& old = metas_[index];
   if (old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize || old.nbytes != meta.nbytes) {
     changed_ = true;
+    ++stamp_;
     meta.name = std::move(old.name);
     meta.tie = Tie{};
     old = std::move(meta);
@@ -274,14 +354,15 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
       }
     }
     changed_ = true;
+    ++stamp_;
   }
   py::list slow;
   const TorchAccess& torch = TorchAccess::get();
+  PyObject* const* const items = reinterpret_cast<PyListObject*>(objects.ptr())->ob_item;
   for (std::size_t i = 0; i < n; ++i) {
     PyObject* const object = PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i));
-    // The objects are scattered over the heap: ask for the next ones' memory before they are needed. A torch tensor's
-    // object holds a pointer to its implementation 16 or 24 bytes in; a prefetch of anything else does no harm.
-    if (i + 8 < n) __builtin_prefetch(PyList_GET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i + 8)));
+    torch.prefetch(items, i, n);
+    if (i + 16 < n) __builtin_prefetch(identities_[i + 16].weak);
     if (same_names && unchanged(i, object)) continue;
     TensorMeta meta;
     TensorView view;
@@ -295,6 +376,7 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
         }
       }
       set_identity(i, object);
+      remember_short_form(i, object);
     } else {
       identities_[i].object = nullptr;
       slow.append(i);
@@ -407,6 +489,7 @@ void TensorTable::find_ties() {
     if (metas_[i].tie == ties[i]) continue;
     metas_[i].tie = std::move(ties[i]);
     changed_ = true;
+    ++stamp_;
   }
   moved_ = false;
 }
@@ -448,6 +531,21 @@ void TensorTable::check_destinations() {
 void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) {
   found_.resize(table_.size(), -1);
   views.reserve(last);
+  if (!streaming_) {
+    if (const TensorTable::Match* known = table_.remembered_match(manifest.fingerprint())) {
+      for (std::size_t i = first; i < last; ++i) {
+        const std::int64_t entry = known->entries[i];
+        if (entry < 0) {
+          views.emplace_back();
+        } else {
+          views.push_back(table_.view(static_cast<std::size_t>(entry)));
+          found_[static_cast<std::size_t>(entry)] = static_cast<std::int64_t>(i);
+        }
+      }
+      lists_.unexpected = known->lists.unexpected;
+      return;
+    }
+  }
   for (std::size_t i = first; i < last; ++i) {
     const TensorMeta& sent = manifest[i];
     const auto it = table_.index().find(sent.name);
@@ -498,7 +596,17 @@ void TableBinder::finish(const Manifest& manifest) {
     }
     throw ManifestMismatch(text + "; names are compared exactly, strict=False syncs what both have", table_.rank());
   }
-  if (!streaming_) check_sharing(manifest);
+  if (streaming_) return;
+  check_sharing(manifest);
+  if (table_.remembered_match(manifest.fingerprint()) != nullptr) return;
+  TensorTable::Match match;
+  match.fingerprint = manifest.fingerprint();
+  match.entries.assign(manifest.size(), -1);
+  for (std::size_t k = 0; k < found_.size(); ++k) {
+    if (found_[k] >= 0) match.entries[static_cast<std::size_t>(found_[k])] = static_cast<std::int64_t>(k);
+  }
+  match.lists = lists_;
+  table_.remember_match(std::move(match));
 }
 
 void TableBinder::check_sharing(const Manifest& manifest) const {

@@ -31,6 +31,12 @@ class TorchAccess {
   static TorchAccess& get();
   // `exchange`: the capsule torch.Tensor.__dlpack_c_exchange_api__, or None when this torch has none.
   void configure(const py::object& exchange, const py::tuple& plain_types);
+  // Learns where a tensor object keeps what the exchange function reads (its implementation, and that one's storage),
+  // from examples and the addresses that torch itself gives for them. Only ever used to prefetch.
+  void learn_layout(const py::list& objects, const std::vector<std::uint64_t>& implementations,
+                    const std::vector<std::uint64_t>& storages);
+  // Asks for the memory behind objects[i + ...], which lies scattered over the heap, before it is needed.
+  void prefetch(PyObject* const* objects, std::size_t i, std::size_t n) const noexcept;
   // Learns which DLPack dtype stands for torch's `name`, from an example. Ambiguous ones are left to Python.
   void learn_dtype(const py::handle& example, const std::string& name, std::uint32_t itemsize);
   // Fills meta (all but the name) and view for a plain CPU torch tensor; false: let Python describe it.
@@ -45,6 +51,8 @@ class TorchAccess {
   int (*exchange_)(void*, void*) = nullptr;
   std::vector<PyObject*> plain_types_;  // kept alive for ever: they are torch's classes
   std::unordered_map<std::uint32_t, DtypeEntry> dtypes_;
+  std::size_t implementation_offset_ = 0;  // 0: not known
+  std::size_t storage_offset_ = 0;
   friend class TensorTable;
 };
 
@@ -75,6 +83,21 @@ class TensorTable {
   [[nodiscard]] const TensorMeta& meta(std::size_t i) const noexcept { return metas_[i]; }
   [[nodiscard]] const TensorView& view(std::size_t i) const noexcept { return views_[i]; }
   [[nodiscard]] const std::unordered_map<std::string, std::uint32_t>& index() const noexcept { return index_; }
+  // Which entry a manifest's tensor goes to (-1: none), and the lists of the last whole match; valid for `fingerprint`
+  // as long as names, shapes and dtypes here stay what they are.
+  struct Match {
+    std::uint64_t fingerprint = 0;
+    std::uint64_t stamp = 0;     // 0: none
+    std::vector<std::int64_t> entries;
+    ReadyLists lists;
+  };
+  [[nodiscard]] const Match* remembered_match(std::uint64_t fingerprint) const noexcept {
+    return match_.stamp == stamp_ && match_.fingerprint == fingerprint ? &match_ : nullptr;
+  }
+  void remember_match(Match match) {
+    match_ = std::move(match);
+    match_.stamp = stamp_;
+  }
   // Pairs of entries that share at least one byte; recomputed when an address changed.
   [[nodiscard]] const std::vector<std::pair<std::uint32_t, std::uint32_t>>& overlaps() const noexcept { return overlaps_; }
   // Strides in elements, size-1 dimensions set to 0: comparable with Tie::strides.
@@ -83,11 +106,19 @@ class TensorTable {
   void clear();
 
  private:
+  static constexpr std::int32_t kShortDims = 4;
+  // What refresh() compares, in one place: two cache lines a tensor.
   struct Identity {
     PyObject* object = nullptr;  // borrowed: compared, never followed unless `weak` is alive
     PyObject* weak = nullptr;    // owned weak reference
+    const std::byte* data = nullptr;
+    std::uint32_t dtype_key = 0;
+    std::int32_t ndim = -1;      // -1: has strides or many dimensions; the long comparison decides
+    bool complex = false;
+    std::int64_t shape[kShortDims] = {};
   };
   void set_identity(std::size_t index, PyObject* object);
+  void remember_short_form(std::size_t index, PyObject* object);
   [[nodiscard]] bool unchanged(std::size_t index, PyObject* object);
   void install(std::size_t index, TensorMeta&& meta, TensorView&& view);
 
@@ -100,6 +131,8 @@ class TensorTable {
   std::unordered_map<std::string, std::uint32_t> index_;
   std::vector<std::pair<std::uint32_t, std::uint32_t>> overlaps_;
   bool changed_ = true;
+  std::uint64_t stamp_ = 1;  // counts what changed
+  Match match_;
   bool moved_ = true;      // an address, shape or stride changed since overlaps_ and ties were computed
   bool checked_ = false;   // check_destinations() passed and nothing changed since
 };
@@ -107,14 +140,14 @@ class TensorTable {
 // Destinations of a table, for WeightReceiver.
 class TableBinder final : public DestinationBinder {
  public:
-  TableBinder(const TensorTable& table, bool strict, bool streaming) : table_(table), strict_(strict), streaming_(streaming) {}
+  TableBinder(TensorTable& table, bool strict, bool streaming) : table_(table), strict_(strict), streaming_(streaming) {}
   void bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) override;
   void finish(const Manifest& manifest) override;
   [[nodiscard]] const ReadyLists& lists() const noexcept { return lists_; }
 
  private:
   void check_sharing(const Manifest& manifest) const;
-  const TensorTable& table_;
+  TensorTable& table_;
   bool strict_;
   bool streaming_;
   std::vector<std::int64_t> found_;  // per table entry: manifest index, -1 if none yet

@@ -23,8 +23,8 @@ BucketPlanner::BucketPlanner(std::uint64_t bucket_bytes) : bucket_bytes_(real_bu
 void BucketPlanner::add(std::uint64_t nbytes) {
   if (tensors_ >= kMaxTensors) throw InvalidArgument(concat("a plan holds at most ", kMaxTensors, " tensors"));
   if (nbytes > kMaxManifestBytes) {
-    throw InvalidArgument(concat("tensor number ", tensors_, " has ", nbytes, " bytes; at most ", kMaxManifestBytes,
-                                 " are supported"));
+    throw InvalidArgument(
+        concat("tensor number ", tensors_, " has ", nbytes, " bytes; at most ", kMaxManifestBytes, " are supported"));
   }
   // What is left is not 0: a bucket in which nothing can start has been closed.
   std::uint64_t left = bucket_bytes_ - open_bytes();

@@ -38,8 +38,8 @@ struct Fragment {
 struct BucketLayout {
   std::size_t first_fragment = 0;
   std::size_t fragment_count = 0;
-  std::uint64_t used_bytes = 0;     // end of the last fragment; what travels
-  std::size_t tensors_end = 0;      // tensors [previous tensors_end, this) have their last byte in this bucket
+  std::uint64_t used_bytes = 0;  // end of the last fragment; what travels
+  std::size_t tensors_end = 0;   // tensors [previous tensors_end, this) have their last byte in this bucket
   friend bool operator==(const BucketLayout&, const BucketLayout&) = default;
 };
 
@@ -72,7 +72,7 @@ class BucketPlanner {
 };
 
 struct BucketPlan {
-  std::uint64_t bucket_bytes = 0;   // real: aligned, cut down to the largest bucket that is used, at least kAlignment
+  std::uint64_t bucket_bytes = 0;  // real: aligned, cut down to the largest bucket that is used, at least kAlignment
   std::vector<Fragment> fragments;
   std::vector<BucketLayout> buckets;
 

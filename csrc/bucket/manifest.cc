@@ -131,10 +131,11 @@ std::optional<std::uint64_t> logical_bytes(const TensorMeta& meta, std::uint64_t
 
 void validate(const TensorMeta& meta) {
   if (meta.name.size() > kMaxNameBytes) {
-    throw InvalidArgument(
-        concat("a tensor name of ", meta.name.size(), " bytes is longer than ", kMaxNameBytes, ": '", shown(meta.name), "'"));
+    throw InvalidArgument(concat("a tensor name of ", meta.name.size(), " bytes is longer than ", kMaxNameBytes, ": '",
+                                 shown(meta.name), "'"));
   }
-  if (!is_valid_utf8(meta.name)) throw InvalidArgument(concat("tensor name '", shown(meta.name), "' is not valid UTF-8"));
+  if (!is_valid_utf8(meta.name))
+    throw InvalidArgument(concat("tensor name '", shown(meta.name), "' is not valid UTF-8"));
   const auto fail = [&](auto&&... what) { throw InvalidArgument(concat("tensor ", describe(meta), ": ", what...)); };
   if (meta.dtype.empty() || meta.dtype.size() > kMaxDtypeBytes || !is_valid_utf8(meta.dtype)) {
     fail("its dtype must be UTF-8 of 1 to ", kMaxDtypeBytes, " bytes");
@@ -142,7 +143,8 @@ void validate(const TensorMeta& meta) {
   if (!std::has_single_bit(meta.itemsize) || meta.itemsize > kMaxItemsize) {
     fail("its itemsize is ", meta.itemsize, "; powers of two up to ", kMaxItemsize, " are supported");
   }
-  if (meta.shape.size() > kMaxDims) fail("it has ", meta.shape.size(), " dimensions; at most ", kMaxDims, " are supported");
+  if (meta.shape.size() > kMaxDims)
+    fail("it has ", meta.shape.size(), " dimensions; at most ", kMaxDims, " are supported");
   if (meta.tie.strides.size() > kMaxDims) fail("its tie has ", meta.tie.strides.size(), " strides; at most ", kMaxDims);
   for (const std::int64_t dim : meta.shape) {
     if (dim < 0) fail("dimension ", dim, " is negative");
@@ -308,8 +310,8 @@ void Manifest::append(TensorMeta meta) {
     throw InvalidArgument(concat("tensor ", describe(meta), ": a manifest holds at most ", kMaxTensors, " tensors"));
   }
   if (meta.nbytes > kMaxManifestBytes - nbytes_) {
-    throw InvalidArgument(concat("tensor ", describe(meta), ": with it the manifest is larger than ", kMaxManifestBytes,
-                                 " bytes"));
+    throw InvalidArgument(
+        concat("tensor ", describe(meta), ": with it the manifest is larger than ", kMaxManifestBytes, " bytes"));
   }
   const auto position = static_cast<std::uint32_t>(tensors_.size());
   const auto [entry, is_new] = index_.try_emplace(meta.name, position);

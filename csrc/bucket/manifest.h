@@ -32,16 +32,16 @@ inline constexpr std::size_t kMaxTensors = std::size_t{1} << 26;
 // byte_offset and both their strides are equal there.
 struct Tie {
   std::uint32_t group = 0;
-  std::uint64_t byte_offset = 0;       // from the lowest address of the group
-  std::vector<std::int64_t> strides;   // in elements
+  std::uint64_t byte_offset = 0;      // from the lowest address of the group
+  std::vector<std::int64_t> strides;  // in elements
   friend bool operator==(const Tie&, const Tie&) = default;
 };
 
 struct TensorMeta {
   std::string name;
-  std::string dtype;                   // torch's name without the prefix: "bfloat16"
-  std::vector<std::int64_t> shape;     // () for a scalar; zeros allowed
-  std::uint64_t nbytes = 0;            // product(shape) * itemsize
+  std::string dtype;                // torch's name without the prefix: "bfloat16"
+  std::vector<std::int64_t> shape;  // () for a scalar; zeros allowed
+  std::uint64_t nbytes = 0;         // product(shape) * itemsize
   std::uint32_t itemsize = 1;
   Tie tie;
   friend bool operator==(const TensorMeta&, const TensorMeta&) = default;

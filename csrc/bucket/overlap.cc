@@ -25,9 +25,7 @@ struct Term {
 
 class BoundedSum {
  public:
-  void add(std::int64_t stride, std::int64_t last) noexcept {
-    terms_[count_++] = {stride, last};
-  }
+  void add(std::int64_t stride, std::int64_t last) noexcept { terms_[count_++] = {stride, last}; }
   // Terms of one stride are one term: two indices in [0, m] and [0, n] add up to every index in [0, m + n].
   void merge_equal_strides() noexcept {
     sort();

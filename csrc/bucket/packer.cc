@@ -90,8 +90,8 @@ bool has_long_runs(const StridedCursor& cursor) noexcept {
 }
 
 template <Direction kDirection>
-Checksum move_runs(detail::PackedPointer<kDirection> packed, StridedCursor& cursor, const Fragment& fragment, bool verify,
-                   StoreMode mode) noexcept {
+Checksum move_runs(detail::PackedPointer<kDirection> packed, StridedCursor& cursor, const Fragment& fragment,
+                   bool verify, StoreMode mode) noexcept {
   Checksum sum;
   for (std::uint64_t done = 0; done < fragment.nbytes;) {
     const StridedCursor::Run run = cursor.next_run(fragment.nbytes - done);
@@ -217,8 +217,8 @@ void normalize(TensorView& view) {
   if (view.nbytes % view.itemsize != 0) {
     throw InvalidArgument(concat(view.nbytes, " bytes are not a multiple of the itemsize ", view.itemsize));
   }
-  if (has_flips(view) && (view.itemsize > kFlipPeriod || (view.complex && view.itemsize < 2) ||
-                          (view.flip_imag != 0 && !view.complex))) {
+  if (has_flips(view) &&
+      (view.itemsize > kFlipPeriod || (view.complex && view.itemsize < 2) || (view.flip_imag != 0 && !view.complex))) {
     throw InvalidArgument(concat("elements of ", view.itemsize, view.complex ? " bytes (complex)" : " bytes (real)",
                                  " have no such sign to flip"));
   }
@@ -250,8 +250,8 @@ void normalize(TensorView& view) {
   }
   std::uint64_t bytes = 0;
   if (__builtin_mul_overflow(elements, std::uint64_t{view.itemsize}, &bytes) || bytes != view.nbytes) {
-    throw InvalidArgument(concat("the shape has ", elements, " elements of ", view.itemsize, " bytes, but nbytes is ",
-                                 view.nbytes));
+    throw InvalidArgument(
+        concat("the shape has ", elements, " elements of ", view.itemsize, " bytes, but nbytes is ", view.nbytes));
   }
 
   // From the inside out; `kept` dimensions are collected innermost first.

@@ -20,17 +20,17 @@
 namespace fastsync {
 
 struct TensorView {
-  std::byte* data = nullptr;            // address of element [0, 0, ...]; may be null when nbytes is 0
-  std::uint64_t nbytes = 0;             // logical bytes
+  std::byte* data = nullptr;  // address of element [0, 0, ...]; may be null when nbytes is 0
+  std::uint64_t nbytes = 0;   // logical bytes
   std::uint32_t itemsize = 1;
-  bool contiguous = true;               // logical order is memory order; shape and strides are then unused
+  bool contiguous = true;  // logical order is memory order; shape and strides are then unused
   // Lazily conjugated or negated floating-point sources: sign bits are flipped in the packed bytes, never in the
   // tensor's own. unpack() ignores these.
-  std::uint8_t flip_real = 0;           // 1: flip the sign bit of the (real part of the) element
-  std::uint8_t flip_imag = 0;           // 1: flip the sign bit of the imaginary part (complex only)
+  std::uint8_t flip_real = 0;  // 1: flip the sign bit of the (real part of the) element
+  std::uint8_t flip_imag = 0;  // 1: flip the sign bit of the imaginary part (complex only)
   bool complex = false;
-  std::vector<std::int64_t> shape;      // non-contiguous only
-  std::vector<std::int64_t> strides;    // in BYTES; may be 0 or negative
+  std::vector<std::int64_t> shape;    // non-contiguous only
+  std::vector<std::int64_t> strides;  // in BYTES; may be 0 or negative
 };
 
 // Validates, drops size-1 dimensions, merges dimensions that are contiguous with each other, sets `contiguous`. Throws

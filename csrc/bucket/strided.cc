@@ -211,8 +211,7 @@ void StridedCursor::advance(std::int64_t elements) noexcept {
 }
 
 StridedCursor::Run StridedCursor::next_run(std::uint64_t max_bytes) noexcept {
-  const std::int64_t count =
-      std::min(size_[last_] - index_[last_], static_cast<std::int64_t>(max_bytes) / itemsize_);
+  const std::int64_t count = std::min(size_[last_] - index_[last_], static_cast<std::int64_t>(max_bytes) / itemsize_);
   const Run run{at_, static_cast<std::uint64_t>(count * itemsize_)};
   advance(count);
   return run;

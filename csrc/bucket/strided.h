@@ -25,7 +25,9 @@ class StridedCursor {
 
   // Whether the innermost dimension is contiguous; then next_run() may be used as well.
   [[nodiscard]] bool has_runs() const noexcept { return stride_[last_] == itemsize_; }
-  [[nodiscard]] std::uint64_t run_bytes() const noexcept { return static_cast<std::uint64_t>(size_[last_] * itemsize_); }
+  [[nodiscard]] std::uint64_t run_bytes() const noexcept {
+    return static_cast<std::uint64_t>(size_[last_] * itemsize_);
+  }
   // The contiguous bytes at the cursor, at most `max_bytes` (whole elements); moves past them.
   struct Run {
     std::byte* data;
@@ -52,8 +54,8 @@ class StridedCursor {
   std::size_t last_ = 0;  // the innermost dimension
   std::byte* at_;
   std::int64_t itemsize_;
-  std::int64_t tile_;       // rows of a transposed plane that are moved together
-  bool transposed_;         // neighbours in memory are neighbours in the last dimension but one
+  std::int64_t tile_;  // rows of a transposed plane that are moved together
+  bool transposed_;    // neighbours in memory are neighbours in the last dimension but one
 };
 
 extern template std::uint64_t StridedCursor::step<Direction::kGather>(std::byte*, std::uint64_t) noexcept;

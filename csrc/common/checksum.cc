@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #include "common/checksum_kernel.h"
 #include "common/cpu.h"
@@ -33,6 +32,14 @@ constexpr std::size_t kSkewedBlock = 4096;
 
 constexpr std::uint64_t key_at(std::uint64_t bucket_offset) noexcept {
   return kChecksumSeed + bucket_offset / kWord * kChecksumStep;
+}
+
+// The keys of a register's words, relative to the first.
+template <std::size_t kWords>
+constexpr std::array<std::uint64_t, kWords> key_steps() noexcept {
+  std::array<std::uint64_t, kWords> steps{};
+  for (std::size_t k = 0; k < kWords; ++k) steps[k] = k * kChecksumStep;
+  return steps;
 }
 
 inline std::uint64_t load_word(const std::byte* src) noexcept {
@@ -106,7 +113,11 @@ Checksum copy_checksum(std::byte* dst, const std::byte* src, std::size_t nbytes,
 
 }  // namespace portable
 
+#if defined(__clang__)
+#define FASTSYNC_UNROLL _Pragma("unroll")
+#else
 #define FASTSYNC_UNROLL _Pragma("GCC unroll 8")
+#endif
 
 #if defined(__x86_64__)
 
@@ -121,8 +132,8 @@ struct Vec {
   FASTSYNC_TARGET static void stream(std::byte* p, Reg v) { _mm256_stream_si256(reinterpret_cast<Reg*>(p), v); }
   FASTSYNC_TARGET static Reg splat(std::uint64_t x) { return _mm256_set1_epi64x(static_cast<long long>(x)); }
   FASTSYNC_TARGET static Reg lanes(std::uint64_t key) {
-    alignas(kBytes) static constexpr std::uint64_t kSteps[] = {0, kChecksumStep, 2 * kChecksumStep, 3 * kChecksumStep};
-    return _mm256_add_epi64(splat(key), _mm256_load_si256(reinterpret_cast<const Reg*>(kSteps)));
+    alignas(kBytes) static constexpr auto kSteps = key_steps<kBytes / kWord>();
+    return _mm256_add_epi64(splat(key), _mm256_load_si256(reinterpret_cast<const Reg*>(kSteps.data())));
   }
   FASTSYNC_TARGET static Reg add(Reg a, Reg b) { return _mm256_add_epi64(a, b); }
   FASTSYNC_TARGET static Reg product(Reg words, Reg keys) {
@@ -150,10 +161,8 @@ struct Vec {
   FASTSYNC_TARGET static void stream(std::byte* p, Reg v) { _mm512_stream_si512(reinterpret_cast<Reg*>(p), v); }
   FASTSYNC_TARGET static Reg splat(std::uint64_t x) { return _mm512_set1_epi64(static_cast<long long>(x)); }
   FASTSYNC_TARGET static Reg lanes(std::uint64_t key) {
-    alignas(kBytes) static constexpr std::uint64_t kSteps[] = {
-        0, kChecksumStep, 2 * kChecksumStep, 3 * kChecksumStep,
-        4 * kChecksumStep, 5 * kChecksumStep, 6 * kChecksumStep, 7 * kChecksumStep};
-    return _mm512_add_epi64(splat(key), _mm512_load_si512(kSteps));
+    alignas(kBytes) static constexpr auto kSteps = key_steps<kBytes / kWord>();
+    return _mm512_add_epi64(splat(key), _mm512_load_si512(kSteps.data()));
   }
   FASTSYNC_TARGET static Reg add(Reg a, Reg b) { return _mm512_add_epi64(a, b); }
   FASTSYNC_TARGET static Reg product(Reg words, Reg keys) {

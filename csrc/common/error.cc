@@ -8,9 +8,7 @@ namespace {
 // strerror_r comes in two kinds: GNU returns the text, POSIX fills the buffer and returns a status. Overloads on the
 // result pick the right reading whatever the C library is.
 [[maybe_unused]] const char* text_of(const char* result, const char* /*buffer*/) { return result; }
-[[maybe_unused]] const char* text_of(int status, const char* buffer) {
-  return status == 0 ? buffer : "unknown error";
-}
+[[maybe_unused]] const char* text_of(int status, const char* buffer) { return status == 0 ? buffer : "unknown error"; }
 
 }  // namespace
 

@@ -18,6 +18,7 @@
 #include "bucket/bucket_plan.h"
 #include "comm/communicator.h"
 #include "common/error.h"
+#include "common/owned_fd.h"
 
 namespace fastsync {
 
@@ -54,7 +55,7 @@ struct Frame {
   std::uint64_t sync = 0;  // sequence number of the sync at the source; 0 before one is known
   std::uint64_t aux = 0;
   std::vector<std::byte> payload;
-  std::vector<int> descriptors;  // owned by the receiver of the frame
+  std::vector<OwnedFd> descriptors;
 };
 
 inline constexpr std::size_t kFrameHeaderBytes = 40;

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <random>
 
 namespace fastsync {
@@ -21,7 +22,7 @@ namespace fastsync {
 namespace {
 constexpr int kBacklog = 512;
 constexpr std::size_t kReadBytes = 64 * 1024;
-constexpr std::size_t kMaxDescriptors = 4;
+constexpr std::size_t kMaxDescriptors = 4;  // of one frame
 
 int open_pidfd(pid_t pid) noexcept {
 #ifdef SYS_pidfd_open
@@ -70,22 +71,12 @@ Link::Link(OwnedFd socket) : socket_(std::move(socket)) {
   }
 }
 
-Link::~Link() { close(); }
-
 void Link::close() noexcept {
-  drop_outgoing();
-  for (const int fd : in_descriptors_) ::close(fd);
+  out_.clear();
   in_descriptors_.clear();
   socket_.reset();
   pidfd_.reset();
   gone_ = true;
-}
-
-void Link::drop_outgoing() noexcept {
-  for (auto& item : out_) {
-    for (const int fd : item.descriptors) ::close(fd);
-  }
-  out_.clear();
 }
 
 void Link::watch_process() {
@@ -96,6 +87,7 @@ void Link::send(FrameType type, std::uint64_t sync, std::uint64_t aux, std::span
                 std::span<const int> descriptors) {
   if (gone_) return;
   if (payload.size() > kMaxPayloadBytes) throw InternalError(concat("control frame of ", payload.size(), " bytes"));
+  if (descriptors.size() > kMaxDescriptors) throw InternalError(concat("control frame with ", descriptors.size(), " descriptors"));
   Outgoing item;
   item.bytes.resize(kFrameHeaderBytes + payload.size());
   FrameHeader header;
@@ -107,12 +99,9 @@ void Link::send(FrameType type, std::uint64_t sync, std::uint64_t aux, std::span
   encode_frame_header(header, item.bytes.data());
   if (!payload.empty()) std::memcpy(item.bytes.data() + kFrameHeaderBytes, payload.data(), payload.size());
   for (const int fd : descriptors) {
-    const int copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (copy < 0) {
-      for (const int made : item.descriptors) ::close(made);
-      throw CommError(concat("cannot duplicate a descriptor to pass on: ", errno_text(errno)));
-    }
-    item.descriptors.push_back(copy);
+    OwnedFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!copy) throw CommError(concat("cannot duplicate a descriptor to pass on: ", errno_text(errno)));
+    item.descriptors.push_back(std::move(copy));
   }
   out_.push_back(std::move(item));
   flush();
@@ -133,20 +122,20 @@ void Link::flush() {
       c->cmsg_level = SOL_SOCKET;
       c->cmsg_type = SCM_RIGHTS;
       c->cmsg_len = CMSG_LEN(sizeof(int) * item.descriptors.size());
-      std::memcpy(CMSG_DATA(c), item.descriptors.data(), sizeof(int) * item.descriptors.size());
+      for (std::size_t i = 0; i < item.descriptors.size(); ++i) {
+        const int fd = item.descriptors[i].get();
+        std::memcpy(CMSG_DATA(c) + i * sizeof(int), &fd, sizeof(int));
+      }
     }
     const ssize_t n = ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return;
       gone_ = true;  // what the peer sent before it went stays readable
-      drop_outgoing();
+      out_.clear();
       return;
     }
-    if (item.sent == 0 && n > 0) {
-      for (const int fd : item.descriptors) ::close(fd);
-      item.descriptors.clear();
-    }
+    if (n > 0) item.descriptors.clear();
     item.sent += static_cast<std::size_t>(n);
     if (item.sent == item.bytes.size()) out_.pop_front();
   }
@@ -161,10 +150,12 @@ std::size_t Link::unsent_bytes() const noexcept {
 void Link::poll_now() {
   if (!socket_) return;
   flush();
+  // Asked before reading, and read to the end: whoever sees gone() has then got all that the process ever sent.
+  const bool ended = pidfd_ && readable_now(pidfd_.get());
   for (;;) {
     const std::size_t old = in_.size();
     // A peer cannot make us hold more than one oversize-checked frame and a read's worth beyond it.
-    if (old - in_start_ > kFrameHeaderBytes + kMaxPayloadBytes + kReadBytes) break;
+    if (old - in_start_ > kFrameHeaderBytes + max_payload_bytes_ + kReadBytes) return;
     in_.resize(old + kReadBytes);
     iovec vector{in_.data() + old, kReadBytes};
     msghdr message{};
@@ -188,25 +179,24 @@ void Link::poll_now() {
       for (std::size_t i = 0; i < count; ++i) {
         int fd = -1;
         std::memcpy(&fd, CMSG_DATA(c) + i * sizeof(int), sizeof(int));
-        if (in_descriptors_.size() < kMaxDescriptors) {
-          in_descriptors_.push_back(fd);
-        } else {
-          ::close(fd);
-        }
+        OwnedFd arrived(fd);
+        if (in_descriptors_.size() < max_descriptors_) in_descriptors_.push_back(std::move(arrived));
       }
     }
     if (n == 0) {
       gone_ = true;
       break;
     }
-    if (static_cast<std::size_t>(n) < kReadBytes) break;
   }
-  if (pidfd_ && readable_now(pidfd_.get())) gone_ = process_ended_ = true;
+  if (ended) gone_ = process_ended_ = true;
 }
 
 std::optional<Frame> Link::receive() {
   if (in_.size() - in_start_ < kFrameHeaderBytes) return std::nullopt;
   const FrameHeader header = decode_frame_header(in_.data() + in_start_);
+  if (header.payload_bytes > max_payload_bytes_) {
+    throw CommError(concat("control frame: payload of ", header.payload_bytes, " bytes, at most ", max_payload_bytes_));
+  }
   const std::size_t total = kFrameHeaderBytes + header.payload_bytes;
   if (in_.size() - in_start_ < total) return std::nullopt;
   if (header.descriptor_count > in_descriptors_.size()) {
@@ -220,8 +210,10 @@ std::optional<Frame> Link::receive() {
   frame.aux = header.aux;
   const std::byte* payload = in_.data() + in_start_ + kFrameHeaderBytes;
   frame.payload.assign(payload, payload + header.payload_bytes);
-  frame.descriptors.assign(in_descriptors_.begin(), in_descriptors_.begin() + header.descriptor_count);
-  in_descriptors_.erase(in_descriptors_.begin(), in_descriptors_.begin() + header.descriptor_count);
+  const auto first = in_descriptors_.begin();
+  const auto last = first + header.descriptor_count;
+  frame.descriptors.assign(std::make_move_iterator(first), std::make_move_iterator(last));
+  in_descriptors_.erase(first, last);
   in_start_ += total;
   if (in_start_ == in_.size()) {
     in_.clear();
@@ -327,8 +319,14 @@ std::optional<OwnedFd> connect_tcp(const std::string& numeric_host, int port, st
   if (fd) {
     int rc = ::connect(fd.get(), found->ai_addr, found->ai_addrlen);
     if (rc != 0 && errno == EINPROGRESS) {
+      const auto deadline = std::chrono::steady_clock::now() + timeout;
       pollfd p{fd.get(), POLLOUT, 0};
-      if (::poll(&p, 1, static_cast<int>(timeout.count())) == 1) {
+      int ready = 0;
+      do {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+        ready = ::poll(&p, 1, static_cast<int>(std::max<std::int64_t>(left.count(), 0)));
+      } while (ready < 0 && errno == EINTR);
+      if (ready == 1) {
         int error = 0;
         socklen_t length = sizeof(error);
         ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);

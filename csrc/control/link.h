@@ -11,6 +11,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -28,7 +29,7 @@ class Link {
  public:
   // Takes a connected socket and makes it non-blocking.
   explicit Link(OwnedFd socket);
-  ~Link();
+  ~Link() = default;
   Link(Link&&) noexcept = default;
   Link& operator=(Link&&) noexcept = default;
 
@@ -47,8 +48,13 @@ class Link {
   [[nodiscard]] bool gone() const noexcept { return gone_; }
   // The process at the other end is known to have ended (not only its connection).
   [[nodiscard]] bool process_ended() const noexcept { return process_ended_; }
-  // Reads what is there and looks at the pidfd. Never blocks.
+  // Reads what is there and looks at the pidfd. Never blocks. After gone() there is nothing left to read.
   void poll_now();
+  // How much a peer can make us hold: a frame with a larger payload is not ours, more descriptors are closed unseen.
+  void limit(std::size_t payload_bytes, std::size_t descriptors) noexcept {
+    max_payload_bytes_ = payload_bytes;
+    max_descriptors_ = descriptors;
+  }
 
   // Opens a pidfd for the process at the other end of a Unix socket (SO_PEERCRED). No-op where impossible.
   void watch_process();
@@ -62,11 +68,9 @@ class Link {
  private:
   struct Outgoing {
     std::vector<std::byte> bytes;
-    std::vector<int> descriptors;  // duplicates that we own until sent
+    std::vector<OwnedFd> descriptors;  // duplicates, until they are sent
     std::size_t sent = 0;
   };
-  void drop_outgoing() noexcept;
-
   OwnedFd socket_;
   OwnedFd pidfd_;
   bool unix_ = false;
@@ -77,7 +81,9 @@ class Link {
   std::deque<Outgoing> out_;
   std::vector<std::byte> in_;
   std::size_t in_start_ = 0;
-  std::vector<int> in_descriptors_;
+  std::vector<OwnedFd> in_descriptors_;
+  std::size_t max_payload_bytes_ = kMaxPayloadBytes;
+  std::size_t max_descriptors_ = 64;
 };
 
 // Waits until one of the links (or `listener`, if >= 0) has something, at most `timeout`. Interrupted by signals.

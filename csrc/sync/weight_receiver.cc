@@ -142,10 +142,6 @@ void WeightReceiver::pump() {
 
 void WeightReceiver::handle(Frame& frame) {
   const bool current = began_ && frame.sync == sync_;
-  if (frame.type != FrameType::kDescriptors || !current) {
-    for (const int fd : frame.descriptors) ::close(fd);
-    frame.descriptors.clear();
-  }
   switch (frame.type) {
     case FrameType::kWelcome:
       welcomed_ = true;
@@ -199,7 +195,6 @@ void WeightReceiver::handle(Frame& frame) {
       return;
     case FrameType::kDescriptors:
       if (!current) return;
-      for (const int fd : descriptors_) ::close(fd);
       descriptors_ = std::move(frame.descriptors);
       reader_index_ = frame.aux;
       return;
@@ -382,10 +377,8 @@ void WeightReceiver::ready() {
       if (descriptors_.size() != 2) {
         throw CommError(concat("the source passed ", descriptors_.size(), " descriptors, 2 were expected"), identity_.source);
       }
-      const OwnedFd control(descriptors_[0]);
-      const OwnedFd data(descriptors_[1]);
+      comm_ = ShmCommunicator::attach(descriptors_[0].get(), descriptors_[1].get(), static_cast<std::uint32_t>(reader_index_));
       descriptors_.clear();
-      comm_ = ShmCommunicator::attach(control.get(), data.get(), static_cast<std::uint32_t>(reader_index_));
       comm_generation_ = begin_.comm_generation;
     }
     comm_->reset(sync_);
@@ -639,7 +632,6 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
   planner_.reset();
   plan_.reset();
   grown_ = Manifest{};
-  for (const int fd : descriptors_) ::close(fd);
   descriptors_.clear();
 }
 
@@ -660,7 +652,6 @@ void WeightReceiver::close(bool exiting) noexcept {
   link_.reset();
   drop_data_plane();
   plans_.clear();
-  for (const int fd : descriptors_) ::close(fd);
   descriptors_.clear();
 }
 

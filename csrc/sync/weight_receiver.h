@@ -175,7 +175,7 @@ class WeightReceiver {
   std::uint64_t comm_generation_ = 0;
   bool needs_external_ = false;
   std::deque<BucketHeader> announced_;
-  std::vector<int> descriptors_;
+  std::vector<OwnedFd> descriptors_;
   std::uint64_t reader_index_ = 0;
 
   bool deviated_ = false;

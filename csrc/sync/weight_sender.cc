@@ -194,7 +194,6 @@ void WeightSender::drain_peer(Peer& peer) {
       return;
     }
     if (!frame) break;
-    for (const int fd : frame->descriptors) ::close(fd);  // none are expected from a receiver
     try {
       handle(peer, *frame);
     } catch (const Error& error) {

@@ -6,7 +6,9 @@ views, torch's bare dtypes, NumPy arrays, anything with DLPack or an array inter
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -102,8 +104,11 @@ def _configure_core() -> None:
     if isinstance(buffer, type):
         plain.append(buffer)
     _core.configure_torch(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), tuple(plain))
-    import warnings
-
+    examples = [torch.empty((n, n)) for n in (1, 2, 3)] + [torch.nn.Parameter(torch.empty(2)), torch.empty(8)[2:5]]
+    with contextlib.suppress(AttributeError):  # a torch that does not say: refreshing a plan is then slower
+        _core.learn_layout(
+            examples, [t._cdata for t in examples], [t.untyped_storage()._cdata for t in examples]
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some dtypes warn that they are experimental
         for name, dtype in _DTYPES.items():

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <new>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -95,7 +96,8 @@ std::uint64_t round_to_page(std::uint64_t nbytes) noexcept {
 std::uint32_t usable_cores() noexcept {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  // Fails on machines with more processors than the set holds.
+  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return std::thread::hardware_concurrency();
   return static_cast<std::uint32_t>(std::max(1, CPU_COUNT(&set)));
 }
 

@@ -71,8 +71,9 @@ void mutate(Bytes& bytes, std::mt19937_64& random) {
       case 0: bytes[at] ^= static_cast<std::byte>(1U << (random() % 8)); break;
       case 1: bytes[at] = static_cast<std::byte>(random()); break;
       case 2: bytes[at] = std::byte{0xFF}; break;
-      case 3: bytes.erase(position, bytes.begin() + static_cast<std::ptrdiff_t>(
-                                                        std::min(bytes.size(), at + 1 + random() % 8)));
+      case 3:
+        bytes.erase(position,
+                    bytes.begin() + static_cast<std::ptrdiff_t>(std::min(bytes.size(), at + 1 + random() % 8)));
         break;
       case 4: bytes.insert(position, 1 + random() % 12, static_cast<std::byte>(random())); break;
       default: bytes.resize(at); break;

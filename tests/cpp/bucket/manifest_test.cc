@@ -32,12 +32,18 @@ Manifest manifest_of(const std::vector<TensorMeta>& metas) {
 }
 
 std::vector<TensorMeta> varied_metas() {
-  std::vector<TensorMeta> metas = {
-      meta_of(""),          meta_of("a"),           meta_of("a.b"), meta_of("scalar", {}),
-      meta_of("empty", {0, 4}), meta_of("größe.重み.🙂"), meta_of(std::string("nul\0inside", 10)),
-      meta_of("long." + std::string(kMaxNameBytes - 5, 'x')),
-      meta_of("huge", {std::int64_t{1} << 40, 1 << 10}), meta_of("bytes", {7}, "uint8", 1),
-      meta_of("complex", {3}, "complex128", 16), meta_of("deep", std::vector<std::int64_t>(kMaxDims, 1))};
+  std::vector<TensorMeta> metas = {meta_of(""),
+                                   meta_of("a"),
+                                   meta_of("a.b"),
+                                   meta_of("scalar", {}),
+                                   meta_of("empty", {0, 4}),
+                                   meta_of("größe.重み.🙂"),
+                                   meta_of(std::string("nul\0inside", 10)),
+                                   meta_of("long." + std::string(kMaxNameBytes - 5, 'x')),
+                                   meta_of("huge", {std::int64_t{1} << 40, 1 << 10}),
+                                   meta_of("bytes", {7}, "uint8", 1),
+                                   meta_of("complex", {3}, "complex128", 16),
+                                   meta_of("deep", std::vector<std::int64_t>(kMaxDims, 1))};
   metas[1].tie = {1, 0, {8, 1}};
   metas[2].tie = {1, 128, {-1, INT64_MAX, INT64_MIN}};
   metas[3].tie = {UINT32_MAX, UINT64_MAX, {}};
@@ -318,8 +324,8 @@ TEST(ManifestWire, AFailureLeavesTheManifestAsItWas) {
 TEST(Manifest, TwentyThousandTensorsTakeMilliseconds) {
   std::vector<TensorMeta> metas;
   for (int i = 0; i < 20000; ++i) {
-    metas.push_back(meta_of(concat("model.layers.", i / 400, ".mlp.experts.", i % 400, ".down_proj.weight"), {2048, 768},
-                            "bfloat16", 2));
+    metas.push_back(meta_of(concat("model.layers.", i / 400, ".mlp.experts.", i % 400, ".down_proj.weight"),
+                            {2048, 768}, "bfloat16", 2));
   }
   using Seconds = std::chrono::duration<double>;
   const auto start = std::chrono::steady_clock::now();

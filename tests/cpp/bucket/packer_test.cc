@@ -137,7 +137,8 @@ std::vector<Fragment> random_fragments(std::uint64_t nbytes, std::mt19937& rando
   std::uint64_t place = kAlignment * (random() % 3);
   for (std::uint64_t at = 0; at < nbytes;) {
     std::uint64_t size = nbytes - at;
-    if (random() % 3 != 0) size = std::min<std::uint64_t>(size, kAlignment * (1 + random() % (nbytes / kAlignment + 1)));
+    if (random() % 3 != 0)
+      size = std::min<std::uint64_t>(size, kAlignment * (1 + random() % (nbytes / kAlignment + 1)));
     fragments.push_back({0, at, place, size});
     at += size;
     place = align_up(place + size) + kAlignment * (random() % 2);
@@ -359,10 +360,10 @@ TEST_P(PackerFlip, ChangesSignBitsOfThePackedBytesOnly) {
   std::mt19937 random(10);
   const std::int64_t item = flip.itemsize;
   const std::vector<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>> layouts = {
-      {{9001}, {item}},                                                  // contiguous, longer than a block
-      {{77, 90}, {item, 77 * item}},                                     // transposed
-      {{501}, {3 * item}},                                               // stepped
-      {{5, 1024}, {2048 * item, item}},                                  // long runs
+      {{9001}, {item}},                  // contiguous, longer than a block
+      {{77, 90}, {item, 77 * item}},     // transposed
+      {{501}, {3 * item}},               // stepped
+      {{5, 1024}, {2048 * item, item}},  // long runs
   };
   for (const auto& [shape, strides] : layouts) {
     Strided tensor = make_strided(flip.itemsize, shape, strides, 1, 11);
@@ -543,7 +544,8 @@ TEST(ShareBytes, HugeInterleavedViewsAreDecidedAtOnce) {
   constexpr std::int64_t kRows = 1 << 20;
   constexpr std::int64_t kPitch = 1 << 20;
   const auto columns = [](std::int64_t first, std::int64_t count) {
-    return normalized(raw_view(address(0x10000000 + static_cast<std::uintptr_t>(first)), 2, {kRows, count / 2}, {kPitch, 2}));
+    return normalized(
+        raw_view(address(0x10000000 + static_cast<std::uintptr_t>(first)), 2, {kRows, count / 2}, {kPitch, 2}));
   };
   EXPECT_FALSE(share_bytes(columns(0, kPitch / 2), columns(kPitch / 2, kPitch / 2)));
   EXPECT_TRUE(share_bytes(columns(0, kPitch / 2 + 2), columns(kPitch / 2, kPitch / 2)));
