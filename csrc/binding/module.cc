@@ -100,14 +100,6 @@ TensorMeta make_meta(std::string name, std::string dtype, std::vector<std::int64
   return meta;
 }
 
-// The plan of a table: kept while nothing that goes into the manifest changes.
-std::shared_ptr<const SyncPlan> make_plan(const Manifest& manifest, std::uint64_t bucket_bytes) {
-  auto plan = std::make_shared<SyncPlan>();
-  plan->manifest = manifest;
-  plan->buckets = BucketPlan::make(plan->manifest, bucket_bytes);
-  return plan;
-}
-
 PyObject*& error_class(ErrorKind kind) {
   static PyObject* classes[kErrorKindCount] = {};
   return classes[static_cast<std::size_t>(kind)];
@@ -241,7 +233,7 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "plan",
       [](const Manifest& manifest, std::uint64_t bucket_bytes) {
-        return std::const_pointer_cast<SyncPlan>(make_plan(manifest, bucket_bytes));
+        return std::const_pointer_cast<SyncPlan>(SyncPlan::make(manifest, bucket_bytes));
       },
       py::arg("manifest"), py::arg("bucket_bytes"));
 
@@ -256,7 +248,7 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "plan",
           [](const TensorTable& self, std::uint64_t bucket_bytes) {
-            return std::const_pointer_cast<SyncPlan>(make_plan(self.manifest(), bucket_bytes));
+            return std::const_pointer_cast<SyncPlan>(SyncPlan::make(self.manifest(), bucket_bytes));
           },
           py::arg("bucket_bytes"))
       .def("clear", &TensorTable::clear)

@@ -1,5 +1,7 @@
 #include "binding/tensor_table.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -65,6 +67,10 @@ PyObject* interned(const char* text) {
   return s;
 }
 
+PyObject* dtype_name() {
+  static PyObject* const name = interned("dtype");
+  return name;
+}
 PyObject* is_neg_name() {
   static PyObject* const name = interned("is_neg");
   return name;
@@ -179,8 +185,29 @@ void TorchAccess::learn_dtype(const py::handle& example, const std::string& name
     PyErr_Clear();
     return;
   }
-  const auto [it, inserted] = dtypes_.try_emplace(dtype_key(t.dtype), DtypeEntry{name, itemsize, t.dtype.code == kDlComplex});
-  if (!inserted) it->second.itemsize = 0;
+  PyObject* const dtype = PyObject_GetAttr(example.ptr(), dtype_name());
+  if (dtype == nullptr) throw py::error_already_set();
+  const auto [it, inserted] =
+      dtypes_.try_emplace(dtype_key(t.dtype), DtypeEntry{name, itemsize, t.dtype.code == kDlComplex, dtype, false});
+  if (!inserted) {
+    it->second.ambiguous = true;
+    Py_DECREF(dtype);
+  }
+}
+
+const TorchAccess::DtypeEntry* TorchAccess::find_dtype(std::uint32_t key, PyObject* object) const {
+  const auto it = dtypes_.find(key);
+  if (it == dtypes_.end()) return nullptr;
+  if (it->second.ambiguous) {
+    PyObject* const dtype = PyObject_GetAttr(object, dtype_name());
+    if (dtype == nullptr) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    Py_DECREF(dtype);
+    if (dtype != it->second.object) return nullptr;
+  }
+  return &it->second;
 }
 
 bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorView& view) const {
@@ -195,11 +222,11 @@ bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorVie
     return false;
   }
   if (t.device.type != kDlCpu && t.device.type != kDlPinned) return false;
-  const auto dtype = dtypes_.find(dtype_key(t.dtype));
-  if (dtype == dtypes_.end() || dtype->second.itemsize == 0) return false;
-  if (calls_true(o, is_neg_name()) || (dtype->second.complex && calls_true(o, is_conj_name()))) return false;
-  meta.dtype = dtype->second.name;
-  meta.itemsize = dtype->second.itemsize;
+  const DtypeEntry* const dtype = find_dtype(dtype_key(t.dtype), o);
+  if (dtype == nullptr) return false;
+  if (calls_true(o, is_neg_name()) || (dtype->complex && calls_true(o, is_conj_name()))) return false;
+  meta.dtype = dtype->name;
+  meta.itemsize = dtype->itemsize;
   meta.shape.assign(t.shape, t.shape + t.ndim);
   meta.nbytes = meta.itemsize;
   for (const auto d : meta.shape) meta.nbytes *= static_cast<std::uint64_t>(d);
@@ -256,6 +283,8 @@ void TensorTable::remember_short_form(std::size_t index, PyObject* object) {
   id.data = view.data;
   id.dtype_key = dtype_key(t.dtype);
   id.complex = t.dtype.code == kDlComplex;
+  const auto entry = TorchAccess::get().dtypes_.find(id.dtype_key);
+  id.ambiguous = entry == TorchAccess::get().dtypes_.end() || entry->second.ambiguous;
   std::copy(t.shape, t.shape + t.ndim, id.shape);
   id.ndim = t.ndim;
 }
@@ -276,6 +305,7 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
         (t.device.type != kDlCpu && t.device.type != kDlPinned)) {
       return false;
     }
+    if (id.ambiguous && torch.find_dtype(id.dtype_key, object) == nullptr) return false;
     // Conjugation is lazy and changes no address.
     return !id.complex || !(calls_true(object, is_conj_name()) || calls_true(object, is_neg_name()));
   }
@@ -283,15 +313,15 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
   const TensorView& view = views_[index];
   if (static_cast<std::size_t>(t.ndim) != meta.shape.size() || (t.device.type != kDlCpu && t.device.type != kDlPinned)) return false;
   if (!std::equal(meta.shape.begin(), meta.shape.end(), t.shape)) return false;
-  const auto dtype = torch.dtypes_.find(dtype_key(t.dtype));
-  if (dtype == torch.dtypes_.end() || dtype->second.itemsize == 0 || dtype->second.name != meta.dtype) return false;
+  const auto* const dtype = torch.find_dtype(dtype_key(t.dtype), object);
+  if (dtype == nullptr || dtype->name != meta.dtype) return false;
   const auto& strides = element_strides_[index];
   if (strides.empty() ? !row_major(t.shape, t.strides, t.ndim)
                       : t.strides == nullptr || !std::equal(strides.begin(), strides.end(), t.strides)) {
     return false;
   }
   // Conjugation is lazy and changes no address.
-  if (dtype->second.complex && (calls_true(object, is_conj_name()) || calls_true(object, is_neg_name()))) return false;
+  if (dtype->complex && (calls_true(object, is_conj_name()) || calls_true(object, is_neg_name()))) return false;
   auto* const data = static_cast<std::byte*>(t.data) + t.byte_offset;
   // Other memory under the same object (x.data = y): everything about it is looked at anew.
   return data == view.data;
@@ -496,6 +526,7 @@ void TensorTable::find_ties() {
 
 Manifest TensorTable::manifest() const {
   Manifest out;
+  out.reserve(metas_.size());
   for (const TensorMeta& meta : metas_) out.append(meta);
   return out;
 }

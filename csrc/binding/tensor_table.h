@@ -37,7 +37,8 @@ class TorchAccess {
                     const std::vector<std::uint64_t>& storages);
   // Asks for the memory behind objects[i + ...], which lies scattered over the heap, before it is needed.
   void prefetch(PyObject* const* objects, std::size_t i, std::size_t n) const noexcept;
-  // Learns which DLPack dtype stands for torch's `name`, from an example. Ambiguous ones are left to Python.
+  // Learns which DLPack dtype stands for torch's `name`, from an example. Several of torch's dtypes may look the same
+  // there (uint8 and uint1...7): the first one learned is recognised by its dtype object, the others are left to Python.
   void learn_dtype(const py::handle& example, const std::string& name, std::uint32_t itemsize);
   // Fills meta (all but the name) and view for a plain CPU torch tensor; false: let Python describe it.
   [[nodiscard]] bool describe(const py::handle& object, TensorMeta& meta, TensorView& view) const;
@@ -45,9 +46,12 @@ class TorchAccess {
  private:
   struct DtypeEntry {
     std::string name;
-    std::uint32_t itemsize = 0;  // 0: ambiguous
+    std::uint32_t itemsize = 0;
     bool complex = false;
+    PyObject* object = nullptr;  // torch's dtype; kept alive for ever, as torch does
+    bool ambiguous = false;      // then ask the tensor for its dtype
   };
+  [[nodiscard]] const DtypeEntry* find_dtype(std::uint32_t key, PyObject* object) const;
   int (*exchange_)(void*, void*) = nullptr;
   std::vector<PyObject*> plain_types_;  // kept alive for ever: they are torch's classes
   std::unordered_map<std::uint32_t, DtypeEntry> dtypes_;
@@ -115,6 +119,7 @@ class TensorTable {
     std::uint32_t dtype_key = 0;
     std::int32_t ndim = -1;      // -1: has strides or many dimensions; the long comparison decides
     bool complex = false;
+    bool ambiguous = false;      // the dtype_key alone does not say
     std::int64_t shape[kShortDims] = {};
   };
   void set_identity(std::size_t index, PyObject* object);

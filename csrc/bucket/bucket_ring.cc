@@ -18,7 +18,7 @@ struct Use {
 };
 
 struct Slot {
-  std::vector<Use> uses;      // the first `used` belong to the present or last lease
+  std::vector<Use> uses;  // the first `used` belong to the present or last lease
   std::size_t used = 0;
 };
 

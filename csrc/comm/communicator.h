@@ -32,7 +32,7 @@ struct BucketHeader {
   std::uint64_t used_bytes = 0;
   std::uint64_t tensors_end = 0;  // as BucketLayout::tensors_end
   Checksum checksum;
-  std::uint32_t flags = 0;        // opaque to the communicator
+  std::uint32_t flags = 0;  // opaque to the communicator
 };
 
 // One lent bucket: a plain value, to be handed back with send() or release(). (BucketLease of bucket/bucket_ring.h is

@@ -111,6 +111,7 @@ std::vector<std::byte> encode(const Begin& v) {
   w.u64(v.tensors);
   w.u64(v.nbytes);
   w.u64(v.bucket_bytes);
+  w.u64(v.asked_bytes);
   w.u64(v.comm_generation);
   w.u32(v.buffers);
   w.u8(v.verify);
@@ -127,6 +128,7 @@ void decode(std::span<const std::byte> bytes, Begin& out) {
   out.tensors = r.u64();
   out.nbytes = r.u64();
   out.bucket_bytes = r.u64();
+  out.asked_bytes = r.u64();
   out.comm_generation = r.u64();
   out.buffers = r.u32();
   out.verify = r.u8();
@@ -135,7 +137,7 @@ void decode(std::span<const std::byte> bytes, Begin& out) {
   out.manifest_follows = r.u8();
   out.transport = r.text(kMaxShortText);
   r.end();
-  if (out.bucket_bytes % kAlignment != 0 || out.bucket_bytes > (std::uint64_t{1} << 62)) {
+  if (out.asked_bytes == 0 || out.bucket_bytes % kAlignment != 0 || out.bucket_bytes > (std::uint64_t{1} << 62)) {
     throw CommError(concat("control frame: bucket_bytes of ", out.bucket_bytes));
   }
 }

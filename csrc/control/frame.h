@@ -155,7 +155,8 @@ struct Begin {
   std::uint64_t fingerprint = 0;   // of the manifest (or of the recorded one, when streaming; 0: none)
   std::uint64_t tensors = 0;
   std::uint64_t nbytes = 0;
-  std::uint64_t bucket_bytes = 0;
+  std::uint64_t bucket_bytes = 0;  // of a real bucket
+  std::uint64_t asked_bytes = 0;   // what the cuts are computed with
   std::uint64_t comm_generation = 0;
   std::uint32_t buffers = 0;
   std::uint8_t verify = 0;

@@ -191,6 +191,14 @@ void Link::poll_now() {
   if (ended) gone_ = process_ended_ = true;
 }
 
+bool Link::process_ends_within(std::chrono::milliseconds patience) {
+  if (!process_ended_ && pidfd_) {
+    pollfd p{pidfd_.get(), POLLIN, 0};
+    if (::poll(&p, 1, static_cast<int>(patience.count())) > 0) gone_ = process_ended_ = true;
+  }
+  return process_ended_;
+}
+
 std::optional<Frame> Link::receive() {
   if (in_.size() - in_start_ < kFrameHeaderBytes) return std::nullopt;
   const FrameHeader header = decode_frame_header(in_.data() + in_start_);

@@ -48,8 +48,10 @@ class Link {
   [[nodiscard]] bool gone() const noexcept { return gone_; }
   // The process at the other end is known to have ended (not only its connection).
   [[nodiscard]] bool process_ended() const noexcept { return process_ended_; }
-  // Reads what is there and looks at the pidfd. Never blocks. After gone() there is nothing left to read.
+  // Reads what is there and looks at the pidfd. Never blocks. If the link is gone() afterwards, nothing is left unread.
   void poll_now();
+  // Whether that process ends within `patience`: a connection ends a moment before the process that is killed.
+  [[nodiscard]] bool process_ends_within(std::chrono::milliseconds patience);
   // How much a peer can make us hold: a frame with a larger payload is not ours, more descriptors are closed unseen.
   void limit(std::size_t payload_bytes, std::size_t descriptors) noexcept {
     max_payload_bytes_ = payload_bytes;

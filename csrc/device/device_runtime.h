@@ -128,8 +128,7 @@ class Event {
   explicit Event(std::shared_ptr<DeviceRuntime> runtime)
       : runtime_(std::move(runtime)), handle_(runtime_->create_event()) {}
   ~Event() { close(); }
-  Event(Event&& other) noexcept
-      : runtime_(std::move(other.runtime_)), handle_(std::exchange(other.handle_, nullptr)) {}
+  Event(Event&& other) noexcept : runtime_(std::move(other.runtime_)), handle_(std::exchange(other.handle_, nullptr)) {}
   Event& operator=(Event&& other) noexcept {
     if (this != &other) {
       close();

@@ -4,6 +4,14 @@
 
 namespace fastsync {
 
+std::shared_ptr<const SyncPlan> SyncPlan::make(Manifest manifest, std::uint64_t asked_bytes) {
+  auto plan = std::make_shared<SyncPlan>();
+  plan->manifest = std::move(manifest);
+  plan->buckets = BucketPlan::make(plan->manifest, asked_bytes);
+  plan->asked_bytes = asked_bytes;
+  return plan;
+}
+
 std::shared_ptr<const SyncPlan> PlanCache::find(std::uint64_t fingerprint) const {
   for (const auto& plan : plans_) {
     if (plan->manifest.fingerprint() == fingerprint) return plan;

@@ -30,6 +30,9 @@ struct Identity {
 struct SyncPlan {
   Manifest manifest;
   BucketPlan buckets;
+  std::uint64_t asked_bytes = 0;  // the bucket size it was made for, before it was rounded and cut down
+
+  [[nodiscard]] static std::shared_ptr<const SyncPlan> make(Manifest manifest, std::uint64_t asked_bytes);
 };
 
 // Newest first; bounded, so that a caller whose manifests keep changing does not grow.

@@ -11,6 +11,7 @@ namespace fastsync {
 
 namespace {
 constexpr std::chrono::milliseconds kDrainPatience{500};
+constexpr std::chrono::milliseconds kDeathPatience{100};
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 double as_seconds(std::chrono::nanoseconds d) { return std::chrono::duration<double>(d).count(); }
@@ -105,7 +106,7 @@ bool WeightReceiver::connect(OwnedFd socket) {
   welcomed_ = false;
   call_ = 1;
   last_sync_ = 0;
-  unpaired_ = false;
+  unpaired_call_ = 0;
   return true;
 }
 
@@ -127,7 +128,8 @@ void WeightReceiver::pump() {
     throw CommError(concat("rank ", identity_.source, " (the source): ", error.what()), identity_.source);
   }
   if (link_->gone() && !source_closed_ && !lost_) {
-    if (!welcomed_ && !link_->process_ended()) {  // it closed its listener before it took our connection
+    if (!welcomed_ && !link_->process_ends_within(kDeathPatience)) {
+      // It closed its listener before it took our connection.
       source_closed_ = true;
       return;
     }
@@ -145,7 +147,6 @@ void WeightReceiver::handle(Frame& frame) {
   switch (frame.type) {
     case FrameType::kWelcome:
       welcomed_ = true;
-      last_sync_ = std::max(last_sync_, frame.sync);
       return;
     case FrameType::kReject: {
       Failure failure;
@@ -162,7 +163,7 @@ void WeightReceiver::handle(Frame& frame) {
       decode(frame.payload, begin_);
       sync_ = frame.sync;
       began_ = true;
-      unpaired_ = false;
+      unpaired_call_ = 0;
       // Prepared here, because everything that belongs to this sync may follow in the same read.
       descriptors_.clear();
       announced_.clear();
@@ -183,8 +184,8 @@ void WeightReceiver::handle(Frame& frame) {
     case FrameType::kDeviate:
       if (!current || deviated_) return;
       deviate_at_ = frame.aux;
-      if (deviate_at_ > (plan_ ? plan_->manifest.size() : 0)) {
-        throw CommError(concat("the source left its plan at entry ", deviate_at_, " of a plan that this rank does not hold"));
+      if (begin_.streaming == 0 || deviate_at_ < planned_entries_ || deviate_at_ > (plan_ ? plan_->manifest.size() : 0)) {
+        throw CommError(concat("the source left its plan at entry ", deviate_at_, ", where this rank cannot follow"));
       }
       grown_ = Manifest{};
       for (std::size_t i = 0; i < deviate_at_; ++i) grown_.append(plan_->manifest[i]);
@@ -217,8 +218,9 @@ void WeightReceiver::handle(Frame& frame) {
       bool mine = false;
       if (failure.answers != 0) {
         mine = failure.answers == call_ && joined_;
-      } else if (newer && unpaired_) {
-        unpaired_ = false;  // the call it belongs to already failed here
+        if (failure.answers >= unpaired_call_) unpaired_call_ = 0;
+      } else if (newer && unpaired_call_ != 0) {
+        unpaired_call_ = 0;  // the call it belongs to already failed here
       } else {
         mine = newer && !began_;
       }
@@ -280,6 +282,7 @@ void WeightReceiver::say_waiting() {
 }
 
 void WeightReceiver::time_out(const std::string& what) {
+  throw_if_failed();  // the timeout that ended the wait may be one that the source reported
   const bool other = stalled_rank_ >= 0 && Clock::now() - stalled_at_ < 4 * stall_period(timeout_);
   const int rank = other ? stalled_rank_ : identity_.source;
   throw TimeoutError(
@@ -311,6 +314,7 @@ void WeightReceiver::wait_until(const char* what, const std::function<bool()>& d
 }
 
 void WeightReceiver::announce(const std::string& transport) {
+  if (!link_) throw StateError("the receiver is not connected");
   phase_ = "join";
   // What the source said while this rank was away comes first: a failed sync that it missed ends this call.
   pump();
@@ -331,7 +335,8 @@ const Begin& WeightReceiver::join(const std::string& transport) {
   announce(transport);
   wait_until("begin a sync", [this] { return began_; });
   phase_ = "check";
-  if (begin_.fingerprint != 0 && !plan_ && begin_.manifest_follows == 0 && begin_.tensors != 0) {
+  const bool planned = begin_.streaming == 0 || begin_.fingerprint != 0 || begin_.tensors != 0;
+  if (planned && !plan_ && begin_.manifest_follows == 0) {
     throw CommError("the source names a plan that this rank does not hold", identity_.source);
   }
   if (begin_.manifest_follows != 0) {
@@ -342,18 +347,17 @@ const Begin& WeightReceiver::join(const std::string& transport) {
                              begin_.fingerprint),
                       identity_.source);
     }
-    auto plan = std::make_shared<SyncPlan>();
-    plan->manifest = std::move(grown_);
+    plan_ = SyncPlan::make(std::move(grown_), begin_.asked_bytes);
     grown_ = Manifest{};
-    plan->buckets = BucketPlan::make(plan->manifest, std::max<std::uint64_t>(begin_.bucket_bytes, 1));
-    plan_ = plan;
-    plans_.put(std::move(plan));
-  } else if (plan_ && begin_.streaming == 0 && plan_->buckets.bucket_bytes != begin_.bucket_bytes) {
-    auto plan = std::make_shared<SyncPlan>();
-    plan->manifest = plan_->manifest;
-    plan->buckets = BucketPlan::make(plan->manifest, std::max<std::uint64_t>(begin_.bucket_bytes, 1));
-    plan_ = plan;
-    plans_.put(std::move(plan));
+    plans_.put(plan_);
+  } else if (plan_ && begin_.streaming == 0 && plan_->asked_bytes != begin_.asked_bytes) {
+    plan_ = SyncPlan::make(plan_->manifest, begin_.asked_bytes);
+    plans_.put(plan_);
+  }
+  if (plan_ && begin_.streaming == 0 && plan_->buckets.bucket_bytes != begin_.bucket_bytes) {
+    throw CommError(concat("the source's buckets have ", begin_.bucket_bytes, " bytes, our cuts of its manifest ",
+                           plan_->buckets.bucket_bytes),
+                    identity_.source);
   }
   phases_.wait += seconds_since(start);
   return begin_;
@@ -487,12 +491,7 @@ void WeightReceiver::end_stream() {
   for (; planned_entries_ < total; ++planned_entries_) planner_->add(manifest()[planned_entries_].nbytes);
   planner_->finish();
   if (!deviated_ && plan_) return;
-  auto plan = std::make_shared<SyncPlan>();
-  plan->manifest = grown_;
-  plan->buckets.bucket_bytes = begin_.bucket_bytes;
-  plan->buckets.fragments = planner_->fragments();
-  plan->buckets.buckets = planner_->buckets();
-  plans_.put(std::move(plan));
+  plans_.put(SyncPlan::make(grown_, begin_.asked_bytes));
 }
 
 void WeightReceiver::receive_into(DestinationBinder& binder) {
@@ -603,13 +602,13 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
         link_->send(FrameType::kCancel, 0, call_);  // nobody else was in this sync yet
       } else {
         send_failure(failure);
-        unpaired_ = !began;
+        if (!began) unpaired_call_ = call_;
       }
     }
     slot_.reset();
     if (comm_ && comm_->name() == "shm") {
       comm_->abort();  // wakes the source at once; it finds the frame
-    } else if (comm_ && began && phase_ == std::string_view("buckets")) {
+    } else if (comm_ && began && !lost_ && phase_ == std::string_view("buckets")) {
       // Complete what the source announced, until it says that it stopped; then the process group is at rest.
       hook_ = nullptr;
       Wait patience(kDrainPatience, [this] { pump(); });

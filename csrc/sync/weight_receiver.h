@@ -145,7 +145,7 @@ class WeightReceiver {
   std::uint64_t call_ = 0;        // this rank's calls on this link
   std::uint64_t sync_ = 0;        // current (or last) sync number
   std::uint64_t last_sync_ = 0;   // newest sync number heard of
-  bool unpaired_ = false;         // a call failed here before it learned which sync it belonged to
+  std::uint64_t unpaired_call_ = 0;  // the last call that failed here before it learned which sync it belonged to
   bool active_ = false;
   bool joined_ = false;
   bool began_ = false;

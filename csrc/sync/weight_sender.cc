@@ -11,6 +11,7 @@ namespace fastsync {
 
 namespace {
 constexpr std::size_t kMaxGreetings = 256;
+constexpr std::size_t kMaxHelloBytes = 4096;
 constexpr std::chrono::seconds kGreetingPatience{10};
 // How long a failed sync may take to bring the process group to rest before it is given up and rebuilt.
 constexpr std::chrono::milliseconds kDrainPatience{500};
@@ -104,6 +105,7 @@ void WeightSender::accept_connections() {
         auto link = std::make_unique<Link>(std::move(*fd));
         // Only our own user may map our memory, and only it may make us act.
         if (link->is_unix() && link->peer_uid() != ::geteuid()) continue;
+        link->limit(kMaxHelloBytes, 0);
         greetings_.push_back({std::move(link), Clock::now()});
       } catch (const Error&) {
         continue;  // the connection broke before it said anything
@@ -164,15 +166,21 @@ bool WeightSender::greet(Greeting& greeting) {
                          hello.pid, " claims the same rank: give every process its own"));
   }
   if (link.is_unix()) link.watch_process();
-  const std::uint64_t missed = peer.missed_sync;
+  const bool untold = peer.untold;
+  peer.untold = false;
+  peer.missed.clear();  // of this connection's calls none was made yet
+  link.limit(kMaxPayloadBytes, 0);
   peer.link = std::move(greeting.link);
   peer.host = hello.host;
   peer.said_bye = peer.joined = peer.ready = peer.done = peer.parked = peer.skip_call = false;
   peer.deferred.reset();
   peer.join = Join{};
-  peer.link->send(FrameType::kWelcome, sync_, 0);
-  // It never heard of a sync that failed before it came: its call belongs to that one.
-  if (missed != 0 && last_failure_) send_failure(peer, *last_failure_);
+  peer.link->send(FrameType::kWelcome, 0, 0);
+  if (untold && last_failure_) {
+    // A sync failed before this receiver could be told: the call that it comes with belongs to that one.
+    peer.missed = {failed_sync_};
+    send_failure(peer, *last_failure_, failed_sync_);
+  }
   return true;
 }
 
@@ -203,11 +211,15 @@ void WeightSender::drain_peer(Peer& peer) {
     }
   }
   if (peer.link && peer.link->gone() && !peer.said_bye && !lost_) {
-    // A goodbye may wait behind the frames of a parked peer.
-    if (peer.parked) {
-      peer.parked = false;
-      drain_peer(peer);
-      return;
+    // A goodbye may wait behind the frames of a parked peer. Nothing else that it said matters any more.
+    peer.deferred.reset();
+    try {
+      while (auto frame = peer.link->receive()) {
+        if (frame->type != FrameType::kBye) continue;
+        handle(peer, *frame);
+        return;
+      }
+    } catch (const Error&) {  // it ended in bytes that are not ours
     }
     lost_.emplace(ErrorKind::kPeerLost,
                   concat("rank ", peer.rank, " was lost while ", where(), ": its process",
@@ -228,7 +240,8 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
         peer.parked = true;
         return;
       }
-      if (join.last_sync < peer.missed_sync) {
+      std::erase_if(peer.missed, [&](std::uint64_t sync) { return sync <= join.last_sync; });
+      if (!peer.missed.empty()) {
         peer.skip_call = true;  // the failure it missed is on its way and ends this call
         return;
       }
@@ -242,6 +255,8 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
       if (active_ && peer.joined && phase_ != std::string_view("join")) {
         note_failure(ErrorKind::kTimeout, identity_.rank,
                      concat("rank ", peer.rank, " gave up its call before the sync began"));
+        peer.parked = true;  // that call was this sync's; its next one is the next sync's
+        return;
       }
       peer.joined = false;
       return;
@@ -263,6 +278,13 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
       return;
     case FrameType::kFail: {
       const bool of_call = frame.sync == 0 && peer.joined && frame.aux == peer.join.call;
+      if (peer.skip_call && frame.sync == 0) {
+        // Its call failed by itself, before it heard of the failure that would have ended it. It knows that the two
+        // were one (WeightReceiver::unpaired_call_), so its next call is of a later sync.
+        peer.skip_call = false;
+        peer.missed.erase(peer.missed.begin());
+        return;
+      }
       if (peer.skip_call || !active_ || !(current || of_call)) return;
       Failure failure;
       decode(frame.payload, failure);
@@ -347,6 +369,7 @@ std::string WeightSender::where() const {
 }
 
 void WeightSender::time_out(int rank, const std::string& doing) {
+  throw_if_failed();  // the timeout that ended the wait may be one that a receiver reported
   std::string who = rank >= 0 ? concat("rank ", rank) : "a receiver";
   throw TimeoutError(concat("sync ", sync_, ", phase '", phase_, "': ", who, " did not ", doing, " within ",
                             as_seconds(timeout_), " s; it is stopped, stuck or not in its call (raise timeout_s if it is only slow)"),
@@ -538,6 +561,7 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
     begin.tensors = plan_->manifest.size();
     begin.nbytes = plan_->manifest.nbytes();
   }
+  begin.asked_bytes = std::max<std::uint64_t>(options.bucket_bytes, 1);
   begin.bucket_bytes = streaming ? align_up(std::max<std::uint64_t>(options.bucket_bytes, 1)) : plan_->buckets.bucket_bytes;
   bucket_bytes_ = begin.bucket_bytes;
   const bool has_data = !peers_.empty() && (streaming || !plan_->buckets.buckets.empty());
@@ -667,6 +691,8 @@ void WeightSender::close_bucket(bool last) {
     header.tensors_end = planner_->tensors();  // an empty last bucket: only says that it is the last
   }
   if (!peers_.empty()) {
+    waiting_since_ = Clock::now();
+    wait_->progress();  // the generator may have taken its time
     if (!slot_) slot_ = with_deadline(
         [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
     header.checksum = slot_sum_;
@@ -747,12 +773,7 @@ std::shared_ptr<const SyncPlan> WeightSender::finish_stream() {
   planner_->finish();
   close_bucket(true);
   if (!deviated_) return plan_;
-  auto plan = std::make_shared<SyncPlan>();
-  plan->manifest = std::move(grown_);
-  plan->buckets.bucket_bytes = bucket_bytes_;
-  plan->buckets.fragments = planner_->fragments();
-  plan->buckets.buckets = planner_->buckets();
-  return plan;
+  return SyncPlan::make(std::move(grown_), std::max<std::uint64_t>(options_.bucket_bytes, 1));
 }
 
 ReadyLists WeightSender::commit() {
@@ -763,7 +784,6 @@ ReadyLists WeightSender::commit() {
   send_all(FrameType::kCommit, options_.version, {});
   phases_.commit += seconds_since(start);
   for (auto& [rank, peer] : peers_) {
-    peer.missed_sync = 0;
     peer.joined = false;
   }
   last_failure_.reset();
@@ -775,11 +795,11 @@ ReadyLists WeightSender::commit() {
   return std::move(lists_);
 }
 
-void WeightSender::send_failure(Peer& peer, const Failure& failure) {
+void WeightSender::send_failure(Peer& peer, const Failure& failure, std::uint64_t sync) {
   if (!peer.link) return;
   Failure mine = failure;
   mine.answers = peer.joined ? peer.join.call : 0;
-  peer.link->send(FrameType::kFail, sync_, 0, encode(mine));
+  peer.link->send(FrameType::kFail, sync, 0, encode(mine));
 }
 
 void WeightSender::fail(ErrorKind kind, int rank, const std::string& message) noexcept {
@@ -804,13 +824,18 @@ void WeightSender::fail(ErrorKind kind, int rank, const std::string& message) no
     const bool alone = kind == ErrorKind::kTimeout && !anyone;
     for (auto& [other, peer] : peers_) {
       if (alone) continue;
-      if (!peer.joined) peer.missed_sync = sync_;
-      send_failure(peer, failure);
+      if (!peer.joined) {
+        peer.missed.push_back(sync_);
+        peer.untold = !peer.link || peer.link->gone();
+      }
+      send_failure(peer, failure, sync_);
       peer.joined = false;
     }
+    failed_sync_ = sync_;
     if (comm_ && comm_transport_ == "shm") {
       comm_->abort();  // wakes the receivers at once; they find the frame
     } else if (comm_) {
+      if (had_data && lost_) throw Error(*lost_);  // what the lost rank was part of never completes
       if (had_data) {
         // Every rank completes the broadcasts that were announced, so the process group stays usable.
         Wait patience(kDrainPatience, [this] {

@@ -108,7 +108,8 @@ class WeightSender {
     bool done = false;
     bool parked = false;               // read no more of its frames in this sync
     bool skip_call = false;            // its current call belongs to a sync that already failed
-    std::uint64_t missed_sync = 0;     // newest failed sync that it had not joined
+    std::vector<std::uint64_t> missed;  // failed syncs that it had not joined and has not heard of yet, oldest first
+    bool untold = false;               // that failure could not even be sent: it had no connection
     Clock::time_point heard{};         // when it last said that it waits for data
     std::uint64_t released = 0;        // buckets it has released, where the data plane does not say
     Join join;
@@ -135,7 +136,7 @@ class WeightSender {
   void wait_for(const char* what, const std::function<bool(const Peer&)>& satisfied);
   void send_all(FrameType type, std::uint64_t aux, std::span<const std::byte> payload);
   void send_manifest(Link& link, const Manifest& manifest, std::size_t first, std::size_t last);
-  void send_failure(Peer& peer, const Failure& failure);
+  void send_failure(Peer& peer, const Failure& failure, std::uint64_t sync);
   void prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers);
   void stream_fragments(const TensorView& view, std::size_t first_fragment);
   void close_bucket(bool last);
@@ -152,6 +153,7 @@ class WeightSender {
   std::optional<Error> lost_;            // a process died: final
   std::optional<Error> failure_;         // first failure of the active sync
   std::optional<Failure> last_failure_;  // told to receivers that come late
+  std::uint64_t failed_sync_ = 0;        // its sync
 
   std::uint64_t sync_ = 0;
   bool active_ = false;

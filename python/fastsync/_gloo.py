@@ -72,10 +72,14 @@ class GlooDriver:
         try:
             # A Python-side timeout: unlike the operation's own it leaves the group as it is.
             work.wait(datetime.timedelta(milliseconds=max(1, milliseconds)))
-        except RuntimeError as error:
+        except RuntimeError:
             if not work.is_completed():
                 return False
-            raise CommError(f"gloo: a broadcast failed: {error}") from None
+            # It ended, perhaps between our timeout and the question: what it says now is its own outcome.
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommError(f"gloo: a broadcast failed: {error}") from None
         return True
 
     def drop(self, handle: int) -> None:

@@ -281,7 +281,7 @@ class Channel:
             return found
 
         while True:
-            address = self._with_store(find, deadline, "finding the source through the group's store")
+            address = self._with_store(find, deadline, f"finding rank {self.src} (the source) through the group's store")
             if address is None:
                 raise SyncTimeout(
                     f"phase 'join': rank {self.src} (the source) did not come within {deadline.timeout_s:g} s; every rank of "
@@ -315,7 +315,7 @@ class Channel:
 
     def _with_store(self, work: Callable[[threading.Event], Any], deadline: Deadline, what: str) -> Any:
         try:
-            return bounded(work, deadline, what)
+            return bounded(work, deadline, f"rank {self.rank}: {what} (the rank that hosts the store may be stopped)")
         except (RuntimeError, ConnectionError) as error:
             if isinstance(error, (PeerLost, CommError, StateError)):
                 raise

@@ -111,7 +111,8 @@ def _configure_core() -> None:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some dtypes warn that they are experimental
-        for name, dtype in _DTYPES.items():
+        # Those that everybody uses first: where DLPack does not tell two apart, the first is recognised fast.
+        for name, dtype in sorted(_DTYPES.items(), key=lambda item: item[0] not in _TYPESTR_NAMES.values()):
             try:
                 example = torch.empty((1,), dtype=dtype)
                 if example.is_quantized:
@@ -159,7 +160,7 @@ def _describe_torch(t: torch.Tensor, name: str, rank: int, destination: bool) ->
     try:
         address = t.data_ptr()
         strides = t.stride()
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, ValueError) as error:
         raise _refuse(rank, name, f"({type(t).__name__}) gives no access to its bytes: {error}") from None
     if address == 0 and t.numel() > 0:
         raise _refuse(rank, name, f"({type(t).__name__}) has no memory of its own; materialise it first")

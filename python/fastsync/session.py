@@ -211,11 +211,17 @@ class WeightSync:
                     plan_s = time.perf_counter() - started
             except BaseException as error:  # noqa: BLE001 - every rank is told, then it is raised
                 problem = error
-            channel.connect(Deadline(self._timeout_s))
+            try:
+                channel.connect(Deadline(self._timeout_s))
+            except Error:
+                if problem is not None:
+                    raise problem from None  # nobody came to be told
+                raise
             sender = channel.sender
             if sender is None:
                 raise StateError("the session is closed")
-            sender.open(self._timeout_s, display.hook())
+            hook = display.hook()  # the core borrows it for the length of the sync
+            sender.open(self._timeout_s, hook)
             try:
                 if problem is not None:
                     sender.connect_all()
@@ -298,6 +304,8 @@ class WeightSync:
     def _next_version(self, version: object) -> int:
         last = self.version
         if version is None:
+            if last is not None and last + 1 >= 1 << 63:
+                raise InvalidArgument(f"rank {self._rank}: version {last} was the last one possible; make a new session", self._rank)
             return 1 if last is None else last + 1
         number = _check_int("version", version, 0, (1 << 63) - 1, "(a version number)")
         if last is not None and number <= last:
@@ -478,12 +486,18 @@ class WeightSync:
         deadline = Deadline(self._timeout_s)
         display = Display(self._progress, f"sync to rank {self._rank}")
         try:
+            hook = display.hook()  # the core borrows it for the length of the sync
             while True:
-                channel.connect(deadline)
+                try:
+                    channel.connect(deadline)
+                except Error:
+                    if problem is not None:
+                        raise problem from None  # nobody came to be told
+                    raise
                 receiver = channel.receiver
                 if receiver is None:
                     raise StateError("the session is closed")
-                receiver.open(self._timeout_s, display.hook())
+                receiver.open(self._timeout_s, hook)
                 try:
                     if problem is not None:
                         receiver.announce(self._transport)

@@ -135,8 +135,8 @@ def test_lenient_sync_returns_unexpected_and_missing_in_manifest_order(rank: Ran
             report = sync.broadcast(sent) if rank.index == 0 else sync.receive(into=into)
             unexpected, missing = rank.share((report.unexpected, report.missing))[rank.index]
             if rank.index == 0:
-                assert unexpected == ["z", "y", "b", "c"], "the union, in manifest order"
-                assert sorted(missing) == ["Q", "R"]
+                assert unexpected == ["z", "y", "b", "c"], f"not the union in manifest order: {unexpected}"
+                assert sorted(missing) == ["Q", "R"], f"not the union: {missing}"
             elif rank.index == 1:
                 assert unexpected == ["z", "y"] and missing == ["Q"]
             else:

@@ -47,7 +47,8 @@ import pytest
 
 DEFAULT_LIMIT_S = 60.0
 _STEP_LIMIT_S = 30.0  # one wait inside a rank: a barrier, a value of another rank
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "numpy", "pytest", "_pytest.outcomes"]
+# Loaded once, in the server that ranks are forked from.
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch.nested._internal.nested_tensor", "torch._dynamo", "numpy", "pytest"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

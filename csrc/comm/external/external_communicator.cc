@@ -111,12 +111,12 @@ void ExternalCommunicator::finish_oldest(Wait& wait, bool heed_abort, Meanwhile 
     wait.check();
     if (wait.expired()) {
       const int rank = role_ == Role::kSource ? channel_.slowest_receiver() : source_rank_;
-      throw TimeoutError(concat("no progress for ", std::chrono::duration<double>(wait.timeout()).count(),
-                                " s waiting for the ", name_, " broadcast of bucket ", done_, " (",
-                                flying_.front().header.used_bytes, " bytes)",
-                                rank < 0 ? std::string() : concat(" with rank ", rank),
-                                "; find out what holds that rank up, or raise timeout_s"),
-                         rank);
+      throw TimeoutError(
+          concat("no progress for ", std::chrono::duration<double>(wait.timeout()).count(), " s waiting for the ",
+                 name_, " broadcast of bucket ", done_, " (", flying_.front().header.used_bytes, " bytes)",
+                 rank < 0 ? std::string() : concat(" with rank ", rank),
+                 "; find out what holds that rank up, or raise timeout_s"),
+          rank);
     }
   }
   flying_.pop_front();
@@ -152,8 +152,8 @@ void ExternalCommunicator::send(const BucketSlot& slot, const BucketHeader& head
     throw StateError(concat(name_, " send(): bucket ", header.index, " was not acquired for this sync"));
   }
   if (header.used_bytes > bucket_bytes_) {
-    throw InvalidArgument(concat("bucket ", header.index, " uses ", header.used_bytes, " bytes, it holds ",
-                                 bucket_bytes_));
+    throw InvalidArgument(
+        concat("bucket ", header.index, " uses ", header.used_bytes, " bytes, it holds ", bucket_bytes_));
   }
   keeping_errors([&] {
     channel_.send(header);
@@ -243,8 +243,8 @@ void ExternalCommunicator::reset(std::uint64_t epoch) {
     throw InvalidArgument(concat(name_, " reset(): epoch ", epoch, " does not follow epoch ", epoch_));
   }
   if (!flying_.empty()) {
-    throw StateError(concat(name_, " reset(): ", flying_.size(),
-                            " broadcasts are in flight; drain() first, or make a new group"));
+    throw StateError(
+        concat(name_, " reset(): ", flying_.size(), " broadcasts are in flight; drain() first, or make a new group"));
   }
   epoch_ = epoch;
   started_ = 0;

@@ -9,8 +9,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/error.h"
 #include "comm/shm/futex.h"
+#include "common/error.h"
 
 namespace fastsync {
 namespace shm {
@@ -165,8 +165,7 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::attach(int control_fd, int dat
                            " are needed; the source runs another version of fastsync"));
   }
   Reader reader;
-  reader.control =
-      ShmMapping::attach(control_fd, control_bytes, ShmMapping::Mode::kShared, "shm control region");
+  reader.control = ShmMapping::attach(control_fd, control_bytes, ShmMapping::Mode::kShared, "shm control region");
   auto* control = std::launder(reinterpret_cast<shm::Control*>(reader.control.data()));
   const shm::Geometry geometry = control->geometry;  // one copy: what is checked is what is used
   if (geometry.magic != shm::kMagic) {
@@ -176,8 +175,8 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::attach(int control_fd, int dat
     throw CommError(concat("the shm control region is damaged: ", *why));
   }
   if (round_to_page(shm::Control::nbytes(geometry.buffers, geometry.readers)) != control_bytes) {
-    throw CommError(concat("the shm control region is ", control_bytes, " bytes, which does not fit ",
-                           geometry.buffers, " buffers and ", geometry.readers, " readers"));
+    throw CommError(concat("the shm control region is ", control_bytes, " bytes, which does not fit ", geometry.buffers,
+                           " buffers and ", geometry.readers, " readers"));
   }
   if (reader_index >= geometry.readers) {
     throw CommError(concat("reader ", reader_index, " does not exist, the source made room for ", geometry.readers));
@@ -187,8 +186,8 @@ std::unique_ptr<ShmCommunicator> ShmCommunicator::attach(int control_fd, int dat
   reader.index = reader_index;
   reader.exposed.assign(geometry.buffers, false);
 
-  std::unique_ptr<ShmCommunicator> made(new ShmCommunicator(*control, reader.data.data(), geometry.buffers,
-                                                            geometry.readers, geometry.bucket_bytes));
+  std::unique_ptr<ShmCommunicator> made(
+      new ShmCommunicator(*control, reader.data.data(), geometry.buffers, geometry.readers, geometry.bucket_bytes));
   made->source_rank_ = geometry.source_rank;
   made->reader_.emplace(std::move(reader));
   return made;
@@ -270,10 +269,9 @@ void ShmCommunicator::wait_until(const char* call, Bell& bell, Ready ready, Wait
     wait.check();
     if (wait.expired()) {
       const auto [what, rank] = describe();
-      fail(TimeoutError(
-          concat("no progress for ", std::chrono::duration<double>(wait.timeout()).count(), " s waiting for ", what,
-                 "; find out what holds that rank up, or raise timeout_s"),
-          rank));
+      fail(TimeoutError(concat("no progress for ", std::chrono::duration<double>(wait.timeout()).count(),
+                               " s waiting for ", what, "; find out what holds that rank up, or raise timeout_s"),
+                        rank));
     }
   }
 }
@@ -353,8 +351,8 @@ void ShmCommunicator::send(const BucketSlot& slot, const BucketHeader& header, W
     throw StateError(concat("shm send(): bucket ", header.index, " was not acquired for this sync"));
   }
   if (header.used_bytes > bucket_bytes_) {
-    throw InvalidArgument(concat("bucket ", header.index, " uses ", header.used_bytes, " bytes, it holds ",
-                                 bucket_bytes_));
+    throw InvalidArgument(
+        concat("bucket ", header.index, " uses ", header.used_bytes, " bytes, it holds ", bucket_bytes_));
   }
   shm::SlotLine& line = control_->slot(readers_, static_cast<std::uint32_t>(slot.index % buffers_));
   line.index.store(header.index, std::memory_order_relaxed);

@@ -75,8 +75,8 @@ class ShmCommunicator final : public Communicator {
   struct Source {
     ShmSegment control;
     ShmSegment data;
-    bool lent = false;               // between acquire() and send()
-    std::uint64_t last_epoch_word = 0;  // what was published when the previous epoch ended
+    bool lent = false;                      // between acquire() and send()
+    std::uint64_t last_epoch_word = 0;      // what was published when the previous epoch ended
     std::vector<std::uint64_t> idle_words;  // per reader: the consumed word with which it is known to hold nothing
   };
   struct Reader {

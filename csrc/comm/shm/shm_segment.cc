@@ -49,8 +49,9 @@ ShmSegment ShmSegment::written_here(const std::string& name, std::uint64_t nbyte
   ShmSegment segment = shared(name, nbytes);
   // Our own mapping exists already, so it stays writable.
   if (::fcntl(segment.memory_.fd(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE) != 0) {
-    segment.note_ = concat("this kernel cannot seal shared memory against writers (F_SEAL_FUTURE_WRITE: ",
-                           errno_text(errno), "); readers are kept from writing by a read-only descriptor alone");
+    segment.note_ =
+        concat("this kernel cannot seal shared memory against writers (F_SEAL_FUTURE_WRITE: ", errno_text(errno),
+               "); readers are kept from writing by a read-only descriptor alone");
   }
   const std::string path = concat("/proc/self/fd/", segment.memory_.fd());
   segment.read_only_.reset(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
@@ -62,7 +63,7 @@ ShmSegment ShmSegment::written_here(const std::string& name, std::uint64_t nbyte
 }
 
 std::uint64_t ShmMapping::checked_size(int fd, const std::string& what) {
-  struct stat status {};
+  struct stat status{};
   if (::fstat(fd, &status) != 0) {
     throw CommError(concat("the descriptor of the ", what, " cannot be examined: ", errno_text(errno)));
   }
@@ -141,13 +142,9 @@ PrivatePages::Answer PrivatePages::any_written(const std::byte* data, std::uint6
 void PrivatePages::drop_written(std::byte* data, std::uint64_t nbytes) {
   if (pagemap_) {
     switch (any_written(data, nbytes / page_bytes())) {
-      case Answer::kClean:
-        return;
-      case Answer::kWritten:
-        break;
-      case Answer::kUnreadable:
-        pagemap_.reset();
-        break;
+      case Answer::kClean: return;
+      case Answer::kWritten: break;
+      case Answer::kUnreadable: pagemap_.reset(); break;
     }
   }
   drop_pages(data, nbytes);

@@ -130,14 +130,10 @@ std::uint64_t read_cgroups(const std::string& proc_root, const std::string& cgro
 
 std::string_view memory_kind_name(MemoryKind kind) noexcept {
   switch (kind) {
-    case MemoryKind::kHost:
-      return "host memory";
-    case MemoryKind::kPinnedHost:
-      return "pinned host memory";
-    case MemoryKind::kShared:
-      return "shared memory";
-    case MemoryKind::kDevice:
-      return "device memory";
+    case MemoryKind::kHost: return "host memory";
+    case MemoryKind::kPinnedHost: return "pinned host memory";
+    case MemoryKind::kShared: return "shared memory";
+    case MemoryKind::kDevice: return "device memory";
   }
   return "memory";
 }
@@ -164,14 +160,15 @@ void require_memory(std::uint64_t nbytes, const std::string& what) {
 OwnedFd create_memfd(const std::string& name, std::uint64_t nbytes) {
   require_memory(nbytes, concat("shared memory '", name, "'"));
   // A system with vm.memfd_noexec=2 refuses a memfd that could hold a program; a kernel before 6.3 refuses the flag.
-  int fd = static_cast<int>(
-      ::syscall(SYS_memfd_create, name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL));
+  int fd =
+      static_cast<int>(::syscall(SYS_memfd_create, name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL));
   if (fd < 0 && errno == EINVAL) {
     fd = static_cast<int>(::syscall(SYS_memfd_create, name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   }
   if (fd < 0) {
-    throw DeviceError(concat("memfd_create('", name, "') failed: ", errno_text(errno),
-                             "; the shm transport needs Linux 3.17 with memfd allowed, use transport='gloo' otherwise"));
+    throw DeviceError(
+        concat("memfd_create('", name, "') failed: ", errno_text(errno),
+               "; the shm transport needs Linux 3.17 with memfd allowed, use transport='gloo' otherwise"));
   }
   OwnedFd owner(fd);
   if (::ftruncate(fd, static_cast<off_t>(nbytes)) != 0) {

@@ -202,9 +202,7 @@ void HostRuntime::copy(std::byte* dst, const std::byte* src, std::uint64_t nbyte
   enqueue(stream, [dst, src, nbytes] { std::memmove(dst, src, nbytes); });
 }
 
-void HostRuntime::enqueue(StreamView stream, std::function<void()> task) {
-  stream_of(stream).enqueue(std::move(task));
-}
+void HostRuntime::enqueue(StreamView stream, std::function<void()> task) { stream_of(stream).enqueue(std::move(task)); }
 
 void* HostRuntime::create_stream(std::string_view name) {
   auto handle = std::make_unique<StreamHandle>(std::make_shared<HostStream>(std::string(name)));

@@ -95,7 +95,8 @@ class FakeControl {
           if (control_.changed_.wait_for(lock, wait.slice(), [&] { return least(&slowest) >= count; })) break;
         }
         wait.check();
-        if (wait.expired()) throw TimeoutError(concat("rank ", slowest, " does not release bucket ", count - 1), slowest);
+        if (wait.expired())
+          throw TimeoutError(concat("rank ", slowest, " does not release bucket ", count - 1), slowest);
       }
       wait.progress();
     }

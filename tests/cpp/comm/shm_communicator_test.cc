@@ -237,7 +237,8 @@ TEST_F(LateRanks, LateReaderThatHoldsNothingDoesNotDelayTheFirstBuckets) {
   }
   Wait brief(60ms, nullptr);
   BucketHeader header;
-  EXPECT_THROW((void)late_->receive(header, brief), TimeoutError);  // it sees nothing of an epoch that it has not joined
+  EXPECT_THROW((void)late_->receive(header, brief),
+               TimeoutError);  // it sees nothing of an epoch that it has not joined
   late_->reset(3);
   for (std::uint64_t i = 0; i < 2; ++i) EXPECT_NO_THROW(late_->release(receive_one(*late_, 3, i, wait_)));
 }
@@ -388,8 +389,7 @@ TEST(ShmAttach, SurvivesAnyControlRegion) {
     Wait wait(kLongTimeout, nullptr);
     send_one(*source, 1, 0, wait);
     const std::uint64_t bytes = ShmMapping::checked_size(source->control_fd(), "control");
-    const ShmMapping control =
-        ShmMapping::attach(source->control_fd(), bytes, ShmMapping::Mode::kShared, "control");
+    const ShmMapping control = ShmMapping::attach(source->control_fd(), bytes, ShmMapping::Mode::kShared, "control");
     // Damage a few bytes where something lies; the doorbells only make a waiter look again.
     for (int i = 0; i < 3; ++i) control.data()[random() % 704] = static_cast<std::byte>(random() >> (random() % 64));
     try {

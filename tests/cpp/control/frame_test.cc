@@ -40,6 +40,7 @@ Begin a_begin() {
   begin.tensors = 18867;
   begin.nbytes = std::uint64_t{1} << 40;
   begin.bucket_bytes = 512;
+  begin.asked_bytes = 300;
   begin.comm_generation = 4;
   begin.buffers = 2;
   begin.verify = 1;
@@ -162,6 +163,7 @@ TEST(BeginFrame, ComesBack) {
   EXPECT_EQ(back.tensors, begin.tensors);
   EXPECT_EQ(back.nbytes, begin.nbytes);
   EXPECT_EQ(back.bucket_bytes, begin.bucket_bytes);
+  EXPECT_EQ(back.asked_bytes, begin.asked_bytes);
   EXPECT_EQ(back.comm_generation, begin.comm_generation);
   EXPECT_EQ(back.buffers, begin.buffers);
   EXPECT_EQ(back.verify, begin.verify);

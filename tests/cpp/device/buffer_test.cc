@@ -32,7 +32,7 @@ TEST(Buffer, HeapIsAlignedToAPageAndWritable) {
 TEST(Buffer, SharedIsAMemfdOfSealedSizeWithItsPagesReserved) {
   const std::uint64_t nbytes = 5 * 4096 + 100;
   const Buffer buffer = Buffer::shared(nbytes, "buffer-test");
-  struct stat status {};
+  struct stat status{};
   ASSERT_EQ(::fstat(buffer.fd(), &status), 0);
   EXPECT_EQ(static_cast<std::uint64_t>(status.st_size), nbytes);
   EXPECT_GE(static_cast<std::uint64_t>(status.st_blocks) * 512, nbytes);

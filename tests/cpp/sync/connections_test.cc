@@ -549,7 +549,7 @@ class BadSource : public ::testing::Test {
     begin.fingerprint = manifest_.fingerprint();
     begin.tensors = manifest_.size();
     begin.nbytes = manifest_.nbytes();
-    begin.bucket_bytes = 1024;
+    begin.bucket_bytes = begin.asked_bytes = 1024;
     begin.comm_generation = 1;
     begin.buffers = 2;
     begin.verify = 1;
@@ -734,7 +734,7 @@ TEST_F(BadSource, ThatSendsRandomFramesEndsTheCallAndNothingElse) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Over, Sessions, ::testing::Values("shm", "gloo"),
-                         [](const auto& info) { return std::string(info.param); });
+                         [](const auto& one) { return std::string(one.param); });
 
 }  // namespace
 }  // namespace fastsync::testing

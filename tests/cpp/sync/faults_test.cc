@@ -87,7 +87,7 @@ INSTANTIATE_TEST_SUITE_P(At, RankFails,
                          ::testing::Combine(::testing::Values("shm", "gloo"),
                                             ::testing::Values(Step::kOpened, Step::kJoined, Step::kBound, Step::kReady,
                                                               Step::kBucket, Step::kMoved)),
-                         [](const auto& info) { return name_of(std::get<0>(info.param), std::get<1>(info.param)); });
+                         [](const auto& one) { return name_of(std::get<0>(one.param), std::get<1>(one.param)); });
 
 class Faults : public EveryTransport {};
 
@@ -252,7 +252,9 @@ TEST_P(Faults, AReceiverThatConnectsDuringASyncThatFailsIsTold) {
     const Outcome told = get(group.start_receiver(0, {.into = &into, .timeout = kLongTimeout / 3}));
     ASSERT_EQ(told.message, "bad version") << told;
     EXPECT_LT(told.when - start, kAtOnce * 2);
-    if (sent.valid()) EXPECT_TRUE(get(std::move(sent)).user_error);
+    if (sent.valid()) {
+      EXPECT_TRUE(get(std::move(sent)).user_error);
+    }
     group.sync_again();
   }
 }
@@ -392,11 +394,15 @@ TEST_P(Faults, PairsCallsAgainUnderRandomFailures) {
     for (auto& rank : ranks) {
       const Outcome outcome = get(std::move(rank));
       committed += outcome.ok ? 1 : 0;
-      if (!outcome.ok) EXPECT_TRUE(outcome.user_error || outcome.message == "at random") << outcome;
+      if (!outcome.ok) {
+        EXPECT_TRUE(outcome.user_error || outcome.message == "at random") << outcome;
+      }
     }
     // All or nobody. (kBound and kBucket are not steps of every kind of call.)
     EXPECT_TRUE(committed == 0 || committed == 3) << "round " << round << ": " << committed << " committed";
-    if (who == 3) EXPECT_EQ(committed, 3);
+    if (who == 3) {
+      EXPECT_EQ(committed, 3);
+    }
   }
   group.sync_again();
 }
@@ -472,7 +478,7 @@ INSTANTIATE_TEST_SUITE_P(At, RankIsStuck,
                          ::testing::Combine(::testing::Values("shm", "gloo"),
                                             ::testing::Values(Step::kOpened, Step::kJoined, Step::kBound, Step::kReady,
                                                               Step::kBucket, Step::kMoved)),
-                         [](const auto& info) { return name_of(std::get<0>(info.param), std::get<1>(info.param)); });
+                         [](const auto& one) { return name_of(std::get<0>(one.param), std::get<1>(one.param)); });
 
 // One rank's deadline passed; the others, which would have waited longer, say what it said.
 TEST_P(Faults, ATimeoutKeepsItsTextAndRankOnTheRanksThatWouldHaveWaitedLonger) {
@@ -532,7 +538,7 @@ TEST_P(Faults, ASlowGeneratorIsNotASlowReceiver) {
   EXPECT_TRUE(outcome.ok) << outcome;
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, Faults, ::testing::Values("shm", "gloo"), [](const auto& info) { return std::string(info.param); });
+INSTANTIATE_TEST_SUITE_P(Over, Faults, ::testing::Values("shm", "gloo"), [](const auto& one) { return std::string(one.param); });
 
 }  // namespace
 }  // namespace fastsync::testing

@@ -70,10 +70,9 @@ struct Weights {
     return out;
   }
   [[nodiscard]] std::shared_ptr<const SyncPlan> plan(std::uint64_t bucket_bytes) const {
-    auto made = std::make_shared<SyncPlan>();
-    for (const TensorMeta& meta : metas) made->manifest.append(meta);
-    made->buckets = BucketPlan::make(made->manifest, bucket_bytes);
-    return made;
+    Manifest manifest;
+    for (const TensorMeta& meta : metas) manifest.append(meta);
+    return SyncPlan::make(std::move(manifest), bucket_bytes);
   }
 };
 
@@ -255,12 +254,12 @@ class FakeGroups {
 struct SourceCall {
   Weights* weights = nullptr;
   SyncOptions options{.version = 1, .bucket_bytes = 1024};
-  std::shared_ptr<const SyncPlan> plan;  // made from `weights` where there is none; streaming: what was recorded
+  std::shared_ptr<const SyncPlan> plan = nullptr;  // made from `weights` where there is none; streaming: what was recorded
   bool streaming = false;
   std::string asked = "auto";
   std::chrono::nanoseconds timeout = kLongTimeout;
   At at = [](Step, std::size_t) {};
-  Wait::Hook hook;
+  Wait::Hook hook = nullptr;
   std::shared_ptr<const SyncPlan>* recorded = nullptr;  // streaming: where the new plan goes
 };
 
@@ -270,7 +269,7 @@ struct ReceiverCall {
   std::string asked = "auto";
   std::chrono::nanoseconds timeout = kLongTimeout;
   At at = [](Step, std::size_t) {};
-  Wait::Hook hook;
+  Wait::Hook hook = nullptr;
 };
 
 inline Outcome run_source(WeightSender& sender, const std::string& transport, FakeGroups* groups, const SourceCall& call) {

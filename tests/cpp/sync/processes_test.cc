@@ -1,4 +1,5 @@
 // Ranks in processes of their own, killed and stopped in the middle.
+#include <fcntl.h>
 #include <poll.h>
 
 #include <cstring>
@@ -80,7 +81,7 @@ struct RankProcess {
 struct Script {
   std::chrono::nanoseconds timeout = kLongTimeout;  // of the first call
   int calls = 1;
-  std::optional<Step> halt;
+  std::optional<Step> halt = std::nullopt;
   bool pull = false;
 };
 
@@ -217,9 +218,9 @@ TEST_P(KilledAt, ReceiverIsLostOnEveryOtherRankAtOnce) {
 
 INSTANTIATE_TEST_SUITE_P(At, KilledAt,
                          ::testing::Values(Step::kOpened, Step::kJoined, Step::kBound, Step::kReady, Step::kBucket, Step::kMoved),
-                         [](const auto& info) {
+                         [](const auto& one) {
                            std::ostringstream out;
-                           out << info.param;
+                           out << one.param;
                            return out.str();
                          });
 

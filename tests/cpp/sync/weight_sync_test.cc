@@ -303,7 +303,9 @@ TEST(Verify, CatchesAFlippedBit) {
     EXPECT_EQ(result.sent.kind, ErrorKind::kChecksum) << result.sent;
     EXPECT_EQ(result.sent.rank, receiver_rank(0));
     EXPECT_EQ(result.sent.message, result.got.message);
-    if (pull) EXPECT_TRUE(result.into.untouched());
+    if (pull) {
+      EXPECT_TRUE(result.into.untouched());
+    }
     group.sync_again();
   }
 }
@@ -383,7 +385,9 @@ TEST_P(Sync, DoesNotGrowOverManySyncs) {
     if (version == 3) before = open_descriptors();
   }
   EXPECT_EQ(open_descriptors(), before);
-  if (!shm) EXPECT_EQ(group.groups().made(), 1U);
+  if (!shm) {
+    EXPECT_EQ(group.groups().made(), 1U);
+  }
 }
 
 TEST_P(Sync, DoesNotGrowOverManyFailures) {
@@ -411,7 +415,7 @@ TEST_P(Sync, DoesNotGrowOverManyFailures) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Over, Sync, ::testing::Values("shm", "gloo"),
-                         [](const auto& info) { return std::string(info.param); });
+                         [](const auto& one) { return std::string(one.param); });
 
 }  // namespace
 }  // namespace fastsync::testing
