@@ -61,10 +61,13 @@ struct PhaseSeconds {
   double pack = 0, transfer = 0, unpack = 0, wait = 0, commit = 0;
 };
 
-// How often a rank that waits says so: often enough to be known before anybody's deadline.
+// How often a rank that waits says so: often enough to be known before anybody's deadline, also where another rank's is
+// much shorter.
 [[nodiscard]] inline std::chrono::nanoseconds stall_period(std::chrono::nanoseconds timeout) noexcept {
-  return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(10), std::chrono::seconds(1));
+  return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(10), std::chrono::milliseconds(100));
 }
+// How long what it said holds.
+inline constexpr std::chrono::milliseconds kStallValidity{500};
 
 // Flags of a BucketHeader that the protocol uses: how many manifest entries a receiver must hold to understand the
 // bucket, whether the generator left the recorded plan, whether the bucket is the last.

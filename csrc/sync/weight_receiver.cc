@@ -281,9 +281,13 @@ void WeightReceiver::say_waiting() {
   link_->send(FrameType::kStall, sync_, next_bucket_);
 }
 
+int WeightReceiver::held_up_by() const noexcept {
+  return stalled_rank_ >= 0 && Clock::now() - stalled_at_ < kStallValidity ? stalled_rank_ : -1;
+}
+
 void WeightReceiver::time_out(const std::string& what) {
   throw_if_failed();  // the timeout that ended the wait may be one that the source reported
-  const bool other = stalled_rank_ >= 0 && Clock::now() - stalled_at_ < 4 * stall_period(timeout_);
+  const bool other = held_up_by() >= 0;
   const int rank = other ? stalled_rank_ : identity_.source;
   throw TimeoutError(
       concat(began_ ? concat("sync ", sync_, ", ") : "", "phase '", phase_, "': ",
@@ -598,8 +602,8 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
       failure.rank = rank;
       failure.reporter = identity_.rank;
       failure.message = cut_message(message);
-      if (!began && kind == ErrorKind::kTimeout) {
-        link_->send(FrameType::kCancel, 0, call_);  // nobody else was in this sync yet
+      if (!began && kind == ErrorKind::kTimeout && held_up_by() < 0) {
+        link_->send(FrameType::kCancel, 0, call_);  // not even the source was in this sync yet
       } else {
         send_failure(failure);
         if (!began) unpaired_call_ = call_;

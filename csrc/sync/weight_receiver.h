@@ -127,6 +127,8 @@ class WeightReceiver {
   [[noreturn]] void time_out(const std::string& what);
   void throw_if_failed() const;
   void say_waiting();
+  // Whom the source waits for, as far as this rank has heard; -1: for nobody.
+  [[nodiscard]] int held_up_by() const noexcept;
   void send_failure(const Failure& failure);
   std::optional<BucketHeader> await_bucket();
   const BucketLayout& understand(const BucketHeader& header);

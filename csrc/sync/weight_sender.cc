@@ -295,15 +295,14 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
     case FrameType::kBye: {
       std::string why(reinterpret_cast<const char*>(frame.payload.data()), frame.payload.size());
       peer.said_bye = true;
-      const bool was_joined = peer.joined;
       peer.link->close();
-      peer.joined = false;
       if (why == "exit" && !lost_) {
         lost_.emplace(ErrorKind::kPeerLost,
                       concat("rank ", peer.rank, " was lost while ", where(),
                              ": its process ended; make a new process group without it"),
                       peer.rank);
-      } else if (active_ && was_joined) {
+      } else if (active_ && peer.joined) {
+        // Its call was of this sync: it has missed none, and its next session starts afresh.
         note_failure(ErrorKind::kPeerFailed, peer.rank, concat("rank ", peer.rank, " closed its session during the sync"));
       }
       return;

@@ -186,7 +186,6 @@ class Lying(ArrayInterfaceOnly):
     "replaced",
     [
         {"shape": (-1, 4)},
-        {"shape": ("4", 4)},
         {"strides": (4,)},
         {"typestr": "<q"},
         {"typestr": 7},

@@ -29,6 +29,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -54,6 +55,11 @@ _PRELOAD = ["torch", "torch.distributed.tensor", "torch.nested._internal.nested_
 # ---------------------------------------------------------------------------------------------------------------------
 # What comes back
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def names_rank(message: str, rank: int) -> bool:
+    """Whether a message names this rank: "rank 2", "ranks 1, 2" or "ranks [1, 2]"."""
+    return re.search(rf"\branks? \[?(\d+(, | and ))*{rank}\b", message) is not None
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ class Outcome:
         assert self.failure is not None, f"expected {' or '.join(type_names)}, but {self.describe()}"
         assert set(type_names) & set(self.failure.bases), f"expected {' or '.join(type_names)}, but {self.describe()}"
         if rank is not None:
-            assert f"rank {rank}" in self.failure.message, f"message does not name rank {rank}: {self.failure.message}"
+            assert names_rank(self.failure.message, rank), f"message does not name rank {rank}: {self.failure.message}"
             if "rank" in self.failure.attributes:
                 assert self.failure.attributes["rank"] == rank, self.describe()
         for text in mentions:
@@ -202,7 +208,7 @@ class Raises:
         if not bases & set(self._type_names):
             return False  # the unexpected exception is the better report
         if self._rank is not None:
-            assert f"rank {self._rank}" in str(error), f"message does not name rank {self._rank}: {error}"
+            assert names_rank(str(error), self._rank), f"message does not name rank {self._rank}: {error}"
         for text in self._mentions:
             assert text in str(error), f"message does not mention {text!r}: {error}"
         self.error = error

@@ -646,6 +646,7 @@ TEST_F(BadSource, ThatPassesMemoryToASyncWithoutBucketsLeavesNothingOpen) {
   Begin begin = a_begin();
   begin.comm_generation = 0;
   begin.fingerprint = begin.tensors = begin.nbytes = 0;  // an empty manifest "follows"
+  begin.bucket_bytes = kAlignment;
   into_.tensors.clear();
   send_begin(begin);
   const std::array<int, 2> passed{0, 1};
@@ -683,6 +684,7 @@ TEST_F(BadSource, ThatSpeaksOfOtherSyncsIsNotListenedTo) {
   Begin begin = a_begin();
   begin.comm_generation = 0;
   begin.fingerprint = begin.tensors = begin.nbytes = 0;  // an empty manifest "follows"
+  begin.bucket_bytes = kAlignment;
   into_.tensors.clear();
   source_->send(FrameType::kBegin, 3, call_, encode(begin));
   EXPECT_EQ(next_frame(*source_)->type, FrameType::kReady);

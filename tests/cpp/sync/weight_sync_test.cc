@@ -365,7 +365,8 @@ TEST_P(Sync, SaysWhichRankAskedForOneThatTheSourceLacks) {
   const Outcome sent = get(group.start_source({.weights = &weights}));
   EXPECT_EQ(sent.kind, ErrorKind::kComm) << sent;
   EXPECT_NE(sent.message.find("'nccl', asked for by rank 20"), std::string::npos) << sent.message;
-  EXPECT_EQ(get(std::move(got)).message, sent.message);
+  const Outcome told = get(std::move(got));
+  EXPECT_NE(told.message.find(sent.message), std::string::npos) << told;
   group.sync_again();
 }
 

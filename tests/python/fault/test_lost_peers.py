@@ -15,7 +15,7 @@ import torch
 import fastsync
 from scenario import RECEIVER_PHASES, SOURCE_PHASES, struck, whole
 from support.markers import each_transport, fault
-from support.ranks import Failure, Pool, Rank, raises
+from support.ranks import Failure, Pool, Rank, names_rank, raises
 from support.syncing import session
 
 pytestmark = fault
@@ -45,7 +45,7 @@ def test_killed_rank_is_lost_to_the_others_at_once(
             assert seen.failure is None, "the sync had committed before the rank died"
             continue
         failure = seen.expect("PeerLost", "SyncTimeout" if phase == "first_call" else "PeerLost")
-        assert f"rank {victim}" in failure.message, failure.message
+        assert names_rank(failure.message, victim), failure.message
         assert seen.version == (None if phase == "first_call" else 1)
         worst = max(worst, seen.ended_at - died_at)
     record_property("noticed_after_s", round(worst, 4))
@@ -94,7 +94,7 @@ def test_rank_killed_at_a_random_moment_of_a_transfer(
         for rank in survivors:
             failure, ended_at = outcomes[rank].result()
             assert "PeerLost" in failure.bases, failure.traceback
-            assert f"rank {victim}" in failure.message, failure.message
+            assert names_rank(failure.message, victim), failure.message
             worst = max(worst, ended_at - died_at)
         assert pool.regroup(group, survivors).run(whole, transport) == [2, 2]
     record_property("noticed_after_s", round(worst, 4))
@@ -148,7 +148,7 @@ def test_rank_that_is_killed_while_stopped_is_lost_at_once(pool: Pool) -> None:
     outcomes = running.join(30)
     for rank in (0, 2):
         failure, ended_at = outcomes[rank].result()
-        assert "PeerLost" in failure.bases and "rank 1" in failure.message, failure.traceback
+        assert "PeerLost" in failure.bases and names_rank(failure.message, 1), failure.traceback
         assert ended_at - died_at <= NOTICED_WITHIN_S["shm"]
 
 
@@ -170,7 +170,7 @@ def exits(rank: Rank, transport: str) -> Failure:
 def test_rank_that_exits_without_closing_is_lost_too(pool: Pool, transport: str) -> None:
     outcomes = pool.group(2).outcomes(exits, transport, limit_s=30)
     failure = outcomes[0].result()
-    assert "PeerLost" in failure.bases and "rank 1" in failure.message, failure.traceback
+    assert "PeerLost" in failure.bases and names_rank(failure.message, 1), failure.traceback
 
 
 def terminated(rank: Rank, transport: str) -> tuple[Failure, float]:

@@ -8,7 +8,7 @@ import pytest
 
 from scenario import RECEIVER_PHASES, SOURCE_PHASES, struck
 from support.markers import each_transport, fault
-from support.ranks import Pool
+from support.ranks import Pool, names_rank
 
 pytestmark = fault
 
@@ -43,7 +43,7 @@ def test_stopped_rank_is_reported_at_the_deadline_and_joins_the_next_sync(
     direct = [0] if victim != 0 else others
     for rank in direct:
         failure = seen[rank].expect("SyncTimeout")
-        assert f"rank {victim}" in failure.message, failure.message
+        assert names_rank(failure.message, victim), failure.message
     assert seen[victim].failure is not None, "the stopped rank thinks that its sync succeeded"
     if phase not in ("first_call", "before_call"):
         assert seen[victim].ended_at - woken_at < 1.0, "the woken rank did not learn of the failure at once"
