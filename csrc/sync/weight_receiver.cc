@@ -107,6 +107,7 @@ bool WeightReceiver::connect(OwnedFd socket) {
   call_ = 1;
   last_sync_ = 0;
   unpaired_call_ = 0;
+  missed_.reset();
   return true;
 }
 
@@ -221,8 +222,11 @@ void WeightReceiver::handle(Frame& frame) {
         if (failure.answers >= unpaired_call_) unpaired_call_ = 0;
       } else if (newer && unpaired_call_ != 0) {
         unpaired_call_ = 0;  // the call it belongs to already failed here
+      } else if (newer && (began_ || !active_)) {
+        // It came right behind the end of the call before: it belongs to the next one.
+        missed_.emplace(failure.kind, failure.message, static_cast<int>(failure.rank));
       } else {
-        mine = newer && !began_;
+        mine = newer;
       }
       if (began_ && frame.sync == sync_) failed_by_source_ = true;
       if (mine && failure.kind == ErrorKind::kPeerLost && !lost_) {
@@ -322,6 +326,11 @@ void WeightReceiver::announce(const std::string& transport) {
   phase_ = "join";
   // What the source said while this rank was away comes first: a failed sync that it missed ends this call.
   pump();
+  if (missed_ && !failure_) {
+    failure_ = missed_;
+    if (failure_->kind() == ErrorKind::kPeerLost) lost_ = failure_;
+  }
+  missed_.reset();
   throw_if_failed();
   if (source_closed_) throw SourceClosed();
   Join join;

@@ -141,6 +141,7 @@ class WeightReceiver {
   std::unique_ptr<Link> link_;
   std::optional<Error> lost_;
   std::optional<Error> failure_;
+  std::optional<Error> missed_;  // a failed sync that the next call belongs to
   bool source_closed_ = false;
   bool welcomed_ = false;
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <cmath>
 
 #include "comm/shm/shm_communicator.h"
@@ -604,6 +605,22 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
 }
 
 namespace {
+// Each name once: unexpected ones in the order in which they were sent, missing ones in the receivers' order.
+ReadyLists tidy(ReadyLists lists, const Manifest* manifest) {
+  const auto unique = [](std::vector<std::string>& names) {
+    std::unordered_set<std::string> seen;
+    std::erase_if(names, [&](const std::string& name) { return !seen.insert(name).second; });
+  };
+  unique(lists.missing);
+  unique(lists.unexpected);
+  if (manifest != nullptr) {
+    const auto place = [&](const std::string& name) { return manifest->find(name).value_or(0); };
+    std::stable_sort(lists.unexpected.begin(), lists.unexpected.end(),
+                     [&](const std::string& a, const std::string& b) { return place(a) < place(b); });
+  }
+  return lists;
+}
+
 std::size_t unsent_bytes(const std::vector<Link*>& links) {
   std::size_t sum = 0;
   for (const Link* link : links) sum += link->unsent_bytes();
@@ -772,7 +789,8 @@ std::shared_ptr<const SyncPlan> WeightSender::finish_stream() {
   planner_->finish();
   close_bucket(true);
   if (!deviated_) return plan_;
-  return SyncPlan::make(std::move(grown_), std::max<std::uint64_t>(options_.bucket_bytes, 1));
+  plan_ = SyncPlan::make(std::move(grown_), std::max<std::uint64_t>(options_.bucket_bytes, 1));
+  return plan_;
 }
 
 ReadyLists WeightSender::commit() {
@@ -791,7 +809,7 @@ ReadyLists WeightSender::commit() {
   hook_ = nullptr;
   slot_.reset();
   planner_.reset();
-  return std::move(lists_);
+  return tidy(std::move(lists_), plan_ ? &plan_->manifest : nullptr);
 }
 
 void WeightSender::send_failure(Peer& peer, const Failure& failure, std::uint64_t sync) {

@@ -162,7 +162,7 @@ class Channel:
         self._generation = 0
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self._driver_generation = 0
+        self._close_wanted = False
 
     # --- one call at a time
 
@@ -187,6 +187,13 @@ class Channel:
     def release(self) -> None:
         self._owner = None
         self._lock.release()
+        if self._close_wanted:
+            self.close()
+
+    def check_open(self) -> None:
+        """StateError once close() was called, from another thread or from inside a callback of the running sync."""
+        if self._close_wanted:
+            raise StateError("the session was closed while a sync ran on it")
 
     def adopt(self) -> None:
         """A stream's loop may be continued by another thread than began it."""
@@ -348,10 +355,23 @@ class Channel:
     # --- end
 
     def close(self, exiting: bool = False) -> None:
-        """Local; says goodbye and lets go of everything. Does not block."""
+        """Local; says goodbye and lets go of everything. Does not block: a sync that is running ends first, by an error."""
         self.closed = True
         if os.getpid() != self.pid:
             return
+        if not exiting and not self._lock.acquire(blocking=False):
+            self._close_wanted = True
+            if self._lock.acquire(blocking=False):  # it ended meanwhile, perhaps without seeing the wish
+                self._lock.release()
+                self.close()
+            return
+        try:
+            self._close_now(exiting)
+        finally:
+            if not exiting:
+                self._lock.release()
+
+    def _close_now(self, exiting: bool) -> None:
         sender, self.sender = self.sender, None
         receiver, self.receiver = self.receiver, None
         if sender is not None:

@@ -49,10 +49,6 @@ class Display:
             self._bar.start()
             self._bar.update(self._task, total=total)
 
-    def hook(self) -> Callable[[], None] | None:
-        """What the core calls while it works; None when nothing is shown."""
-        return self.tick if self._bar is not None else None
-
     def tick(self) -> None:
         if self._bar is not None and self._done is not None:
             self._bar.update(self._task, completed=self._done())

@@ -178,7 +178,7 @@ def _describe_torch(t: torch.Tensor, name: str, rank: int, destination: bool) ->
         itemsize,
         address,
         neg,
-        conj != neg,
+        is_complex and conj != neg,
         is_complex,
         t,
     )
@@ -205,6 +205,10 @@ def _describe_array(obj: Any, interface: Mapping[str, Any], name: str, rank: int
         raise _refuse(rank, name, "is read-only; a destination is written to: pass a writable copy")
     strides = interface.get("strides")
     byte_strides = tuple(int(s) for s in strides) if strides is not None else None
+    if any(n < 0 for n in shape) or (byte_strides is not None and len(byte_strides) != len(shape)):
+        raise _refuse(rank, name, f"has a malformed array interface: shape {shape}, strides {byte_strides}")
+    if not address and 0 not in shape:
+        raise _refuse(rank, name, f"has a malformed array interface: a null address for shape {shape}")
     if byte_strides is not None and _row_major(shape, byte_strides, size):
         byte_strides = None
     return Description(dtype, shape, byte_strides, size, int(address), False, False, kind[:1] == "c", obj)

@@ -220,7 +220,7 @@ class WeightSync:
             sender = channel.sender
             if sender is None:
                 raise StateError("the session is closed")
-            hook = display.hook()  # the core borrows it for the length of the sync
+            hook = self._make_hook(channel, display)  # the core borrows it for the length of the sync
             sender.open(self._timeout_s, hook)
             try:
                 if problem is not None:
@@ -284,6 +284,7 @@ class WeightSync:
             except BaseException as error:
                 self._user_error = error
                 raise
+            self._channel.check_open()
             with _Refused():
                 name, tensor = pair(item, index, self._rank)
                 _check_name(name, index, self._rank)
@@ -446,6 +447,7 @@ class WeightSync:
                     self._user_error = error
                     raise
                 del items
+                channel.check_open()
             tensors = receiver.tensors
             receiver.commit([], [])
         return self._received(receiver, begin, tensors, started, 0.0, [], [])
@@ -469,6 +471,7 @@ class WeightSync:
                             self._user_message = f"left the loop over stream() after {count} tensors"
                             raise
                         channel.adopt()
+                        channel.check_open()
                         del item
                     items.clear()
                 tensors = receiver.tensors
@@ -486,7 +489,7 @@ class WeightSync:
         deadline = Deadline(self._timeout_s)
         display = Display(self._progress, f"sync to rank {self._rank}")
         try:
-            hook = display.hook()  # the core borrows it for the length of the sync
+            hook = self._make_hook(channel, display)  # the core borrows it for the length of the sync
             while True:
                 try:
                     channel.connect(deadline)
@@ -521,6 +524,14 @@ class WeightSync:
                 raise error
         finally:
             display.stop()
+
+    @staticmethod
+    def _make_hook(channel: Channel, display: Display) -> Callable[[], None]:
+        def hook() -> None:
+            channel.check_open()
+            display.tick()
+
+        return hook
 
     def _get_ready(self, channel: Channel, receiver: Any, begin: Any) -> None:
         receiver.ready()
@@ -639,7 +650,11 @@ class WeightSync:
                 message = f"rank {rank}: {message}"
         else:
             kind, rank = PeerFailed.kind, self._rank
-            text = str(error) or (self._user_message if isinstance(error, GeneratorExit) else "")
+            try:
+                text = str(error)
+            except Exception:  # noqa: BLE001 - a broken __str__ must not hide the error
+                text = "(its text could not be made)"
+            text = text or (self._user_message if isinstance(error, GeneratorExit) else "")
             message = f"{type(error).__name__}: {text}" if text else type(error).__name__
         return kind, rank, message.encode("utf-8", "replace")[: _core.MAX_MESSAGE_BYTES].decode("utf-8", "ignore")
 
