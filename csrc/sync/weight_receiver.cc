@@ -583,6 +583,7 @@ void WeightReceiver::commit(const ReadyLists& lists) {
     link_->send(FrameType::kDone, sync_, i + 1 == pieces.size() ? 1 : 0, pieces[i]);
   }
   wait_until("commit", [this] { return committed_; });
+  descriptors_.clear();
   phases_.commit += seconds_since(start);
   active_ = joined_ = began_ = false;
   phase_ = "idle";

@@ -105,6 +105,11 @@ def _short(ranks: list[int]) -> str:
     return str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
 
 
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)} in all)" if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
 def _store_of(group: Any) -> Any:
     """The group's store (a prefix store, ours to extend)."""
     pg_map = dist.distributed_c10d._world.pg_map
@@ -249,8 +254,8 @@ class Channel:
         absent, hosts = self._with_store(gather, deadline, "finding the other ranks through the group's store")
         if absent:
             raise SyncTimeout(
-                f"phase 'join': ranks {_short(absent)} of {len(self.ranks)} did not come within {deadline.timeout_s:g} s; "
-                f"present: {_short([r for r in self.ranks if r not in absent])}. Every rank of the group must make the call "
+                f"phase 'join': {_named(absent)} of {len(self.ranks)} did not come within {deadline.timeout_s:g} s; present: "
+                f"{_named([r for r in self.ranks if r not in absent])}. Every rank of the group must make the call "
                 f"(and name src={self.src})",
                 absent[0],
             )

@@ -104,7 +104,8 @@ def _configure_core() -> None:
     if isinstance(buffer, type):
         plain.append(buffer)
     _core.configure_torch(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), tuple(plain))
-    examples = [torch.empty((n, n)) for n in (1, 2, 3)] + [torch.nn.Parameter(torch.empty(2)), torch.empty(8)[2:5]]
+    examples = [torch.empty((n, n), device="cpu") for n in (1, 2, 3)]
+    examples += [torch.nn.Parameter(examples[1]), examples[2][1:]]
     with contextlib.suppress(AttributeError):  # a torch that does not say: refreshing a plan is then slower
         _core.learn_layout(
             examples, [t._cdata for t in examples], [t.untyped_storage()._cdata for t in examples]
@@ -114,7 +115,7 @@ def _configure_core() -> None:
         # Those that everybody uses first: where DLPack does not tell two apart, the first is recognised fast.
         for name, dtype in sorted(_DTYPES.items(), key=lambda item: item[0] not in _TYPESTR_NAMES.values()):
             try:
-                example = torch.empty((1,), dtype=dtype)
+                example = torch.empty((1,), dtype=dtype, device="cpu")
                 if example.is_quantized:
                     continue
                 _core.learn_dtype(example, name, dtype.itemsize)

@@ -555,7 +555,7 @@ class WeightSync:
                         continue
                 if offset == 0:
                     _, dtype, shape, _ = receiver.entry(index)
-                    partial = torch.empty(shape, dtype=dtype_from_name(dtype))
+                    partial = torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")
                 if partial is None:
                     raise CommError(f"tensor number {index} arrived without its beginning")
                 _core.copy_bytes(partial.data_ptr() + offset, address + at, nbytes, False)
@@ -568,7 +568,7 @@ class WeightSync:
             for index in range(first, last):
                 name, dtype, shape, _ = receiver.entry(index)
                 tensor = whole.pop(index, None)
-                items.append((name, torch.empty(shape, dtype=dtype_from_name(dtype)) if tensor is None else tensor))
+                items.append((name, torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu") if tensor is None else tensor))
             delivered = last
             del raw
             if items:
@@ -578,7 +578,7 @@ class WeightSync:
         rest = []
         for index in range(delivered, receiver.tensors):  # empty tensors after the last bucket
             name, dtype, shape, _ = receiver.entry(index)
-            rest.append((name, torch.empty(shape, dtype=dtype_from_name(dtype))))
+            rest.append((name, torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")))
         if rest:
             yield rest
 

@@ -93,14 +93,17 @@ def test_exhausted_descriptors_are_a_typed_error_and_pass(rank: Rank, victim: in
         good_sync(rank, sync)
 
 
-def waits_for_late_peer(rank: Rank) -> None:
+def syncs_around_strangers(rank: Rank) -> None:
+    sync = session(timeout_s=20)
+    good_sync(rank, sync)
+    rank.hold("idle")
+    good_sync(rank, sync)
     if rank.index == 1:
-        rank.hold("late")
-    else:
-        rank.mark("waiting")
-    with session(timeout_s=20) as sync:
-        exchange(rank, weights(), sync=sync)
-        good_sync(rank, sync)
+        sync.close()  # its next session connects anew, behind the strangers
+        sync = session(timeout_s=20)
+    exchange(rank, weights(), sync=sync)
+    good_sync(rank, sync)
+    sync.close()
 
 
 def listening_sockets(pid: int) -> list[str]:
@@ -130,54 +133,53 @@ STRANGERS = {
 }
 
 
-def address_of(pid: int) -> str:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        found = listening_sockets(pid)
-        if found:
-            return found[0]
-        time.sleep(0.01)
-    raise AssertionError("the waiting rank listens on no Unix socket; if the design has changed, so must this test")
-
-
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_stranger_on_the_listening_socket_disturbs_nobody(pool: Pool, stranger: str) -> None:
     group: Group = pool.group(2)
-    running = group.start(waits_for_late_peer)
-    group.wait_mark(0, "waiting")
-    group.wait_mark(1, "late")
-    address = address_of(group.pid(0))
-    name = "\0" + address[1:] if address.startswith("@") else address
+    running = group.start(syncs_around_strangers)
+    for rank in range(2):
+        group.wait_mark(rank, "idle")
+    addresses = [address for rank in range(2) for address in listening_sockets(group.pid(rank))]
+    assert addresses, "no rank listens on a Unix socket; if the design has changed, so must this test"
     connections = []
-    for _ in range(3):
-        kind = socket.SOCK_STREAM
-        try:
-            connection = socket.socket(socket.AF_UNIX, kind)
-            connection.connect(name)
-        except OSError:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.connect(name)
+    for address in addresses * 3:
+        connection = _connect("\0" + address[1:] if address.startswith("@") else address)
         connection.settimeout(2)
-        if STRANGERS[stranger]:
-            try:
-                connection.sendall(STRANGERS[stranger])
-            except OSError:
-                pass  # it hung up on us first
+        try:
+            connection.sendall(STRANGERS[stranger])
+        except OSError:
+            pass  # it hung up on us first
         connections.append(connection)
-    group.release(1)
+    for rank in range(2):
+        group.release(rank)
     running.results(40)
     for connection in connections:
         connection.close()
 
 
-def test_no_name_appears_in_shared_memory_or_the_file_system(pool: Pool) -> None:
+def _connect(name: str) -> socket.socket:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        connection = socket.socket(socket.AF_UNIX, kind)
+        try:
+            connection.connect(name)
+        except OSError:
+            connection.close()
+        else:
+            return connection
+    raise AssertionError(f"nobody listens on {name!r}")
+
+
+def test_no_socket_has_a_name_in_the_file_system(pool: Pool) -> None:
     group = pool.group(2)
-    running = group.start(waits_for_late_peer)
-    group.wait_mark(0, "waiting")
-    group.wait_mark(1, "late")
-    address = address_of(group.pid(0))
-    assert address.startswith("@"), f"{address} is a file that a killed process would leave behind"
-    group.release(1)
+    running = group.start(syncs_around_strangers)
+    for rank in range(2):
+        group.wait_mark(rank, "idle")
+    addresses = [address for rank in range(2) for address in listening_sockets(group.pid(rank))]
+    assert addresses, "no rank listens on a Unix socket; if the design has changed, so must this test"
+    for address in addresses:
+        assert address.startswith("@"), f"{address} is a file that a killed process would leave behind"
+    for rank in range(2):
+        group.release(rank)
     running.results(40)
 
 

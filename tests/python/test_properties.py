@@ -48,7 +48,7 @@ def laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int 
     for size in shape:
         count *= size
     if layout == "reversed_dims":
-        return flat(count).view(tuple(reversed(shape))).permute(*reversed(range(len(shape))))
+        return flat(count).view(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape)))))
     if layout == "step" and shape:
         return flat(count * 2).view(*shape, 2)[..., 1]
     if layout == "padded" and shape:
@@ -79,7 +79,7 @@ def carry(rank: Rank, spec: SyncSpec) -> None:
         for seed, (name, tensor) in enumerate(zip(names, spec.tensors, strict=True))
     }
     expected = {name: clone_exact(tensor) for name, tensor in sent.items()}
-    options = {"bucket_bytes": spec.bucket_bytes, "buffers": spec.buffers, "verify": spec.verify}
+    options = {"bucket_bytes": spec.bucket_bytes, "buffers": spec.buffers, "verify": spec.verify, "timeout_s": 5.0}
     with session(transport=spec.transport, **options) as sync:
         for step in range(2):
             if rank.index == 0:
@@ -131,7 +131,7 @@ def test_any_manifest_arrives_byte_for_byte(pool: Pool, transport: str) -> None:
         deadline=None,
         derandomize=True,
         database=None,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        phases=(Phase.explicit, Phase.generate),  # a failing sync takes seconds: shrinking would take minutes
         suppress_health_check=list(HealthCheck),
     )
     @given(spec=syncs(transport))
@@ -153,7 +153,7 @@ class Change:
 
 
 def carry_sequence(rank: Rank, changes: tuple[Change, ...], transport: str) -> None:
-    with session(transport=transport, bucket_bytes=1024) as sync:
+    with session(transport=transport, bucket_bytes=1024, timeout_s=5.0) as sync:
         for step, change in enumerate(changes):
             sizes = [10, 300, 0, 77, 500][change.drop :]
             sizes = [size + (change.resize if i == 1 else 0) for i, size in enumerate(sizes)]
@@ -186,6 +186,7 @@ def test_any_sequence_of_changing_manifests_arrives(pool: Pool, transport: str) 
         deadline=None,
         derandomize=True,
         database=None,
+        phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
     )
     @given(changes=st.lists(change, min_size=2, max_size=10).map(tuple))

@@ -84,11 +84,13 @@ def test_all_views_travel_in_one_sync(rank: Rank, transport: str, mode: str) -> 
 def test_lazy_bits_are_resolved_for_every_floating_and_complex_dtype(rank: Rank) -> None:
     params, expected = {}, {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128):
-        values = torch.arange(-8, 8).to(dtype)
+        # No zeros: torch's own kernels do not agree with each other about the sign of a negated complex zero.
+        values = torch.arange(1, 17).to(dtype)
+        if dtype.is_complex:
+            values = torch.complex(torch.arange(1.0, 17.0), torch.arange(-20.0, -4.0)).to(dtype)
         params[f"{dtype}.neg"] = torch._neg_view(values)
         expected[f"{dtype}.neg"] = -values
         if dtype.is_complex:
-            values = torch.complex(torch.arange(8.0), torch.arange(-4.0, 4.0)).to(dtype)
             params[f"{dtype}.conj"] = values.conj()
             expected[f"{dtype}.conj"] = values.conj().resolve_conj()
             assert params[f"{dtype}.conj"].is_conj()

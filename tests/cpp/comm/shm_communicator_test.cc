@@ -279,6 +279,7 @@ TEST(ShmPrivatePages, WhatOneReceiverWritesNobodyElseSeesAndTheNextBucketReplace
     EXPECT_TRUE(holds_pattern(out.data, kBucketBytes, 1, bucket));
     reader->release(theirs);
     scribbler->release(mine);
+    EXPECT_TRUE(holds_pattern(mine.data, kBucketBytes, 1, bucket)) << "the private copy outlives release()";
   }
 }
 
