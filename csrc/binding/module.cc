@@ -399,6 +399,7 @@ PYBIND11_MODULE(_core, m) {
           [](WeightReceiver& r, double timeout_s, const py::object& hook) { r.open(to_timeout(timeout_s), make_hook(hook)); },
           py::arg("timeout_s"), py::arg("hook"))
       .def_property_readonly("connected", &WeightReceiver::connected)
+      .def_property_readonly("has_missed", &WeightReceiver::has_missed)
       .def(
           "connect", [](WeightReceiver& r, OwnedFd& socket) { return r.connect(std::move(socket)); }, py::arg("socket"))
       .def("announce", &WeightReceiver::announce, py::arg("transport"), NoGil())

@@ -11,6 +11,7 @@ namespace fastsync {
 
 namespace {
 constexpr std::chrono::milliseconds kDrainPatience{500};
+constexpr std::size_t kMaxMissed = 1024;
 constexpr std::chrono::milliseconds kDeathPatience{100};
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -107,7 +108,7 @@ bool WeightReceiver::connect(OwnedFd socket) {
   call_ = 1;
   last_sync_ = 0;
   unpaired_call_ = 0;
-  missed_.reset();
+  missed_.clear();
   return true;
 }
 
@@ -222,9 +223,9 @@ void WeightReceiver::handle(Frame& frame) {
         if (failure.answers >= unpaired_call_) unpaired_call_ = 0;
       } else if (newer && unpaired_call_ != 0) {
         unpaired_call_ = 0;  // the call it belongs to already failed here
-      } else if (newer && (began_ || !active_)) {
-        // It came right behind the end of the call before: it belongs to the next one.
-        missed_.emplace(failure.kind, failure.message, static_cast<int>(failure.rank));
+      } else if (newer && (began_ || !active_ || failure_)) {
+        // It came right behind the end of the call before: it belongs to a later one. Each failed sync ends one call.
+        if (missed_.size() < kMaxMissed) missed_.emplace_back(failure.kind, failure.message, static_cast<int>(failure.rank));
       } else {
         mine = newer;
       }
@@ -325,12 +326,12 @@ void WeightReceiver::announce(const std::string& transport) {
   if (!link_) throw StateError("the receiver is not connected");
   phase_ = "join";
   // What the source said while this rank was away comes first: a failed sync that it missed ends this call.
-  pump();
-  if (missed_ && !failure_) {
-    failure_ = missed_;
+  if (!missed_.empty()) {
+    failure_ = missed_.front();
+    missed_.pop_front();
     if (failure_->kind() == ErrorKind::kPeerLost) lost_ = failure_;
   }
-  missed_.reset();
+  pump();
   throw_if_failed();
   if (source_closed_) throw SourceClosed();
   Join join;

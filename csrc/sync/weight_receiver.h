@@ -57,6 +57,8 @@ class WeightReceiver {
   // Starts a call: later waits last at most `timeout` without progress and run `hook`.
   void open(std::chrono::nanoseconds timeout, Hook hook);
   [[nodiscard]] bool connected() const noexcept { return link_ != nullptr && !link_->gone(); }
+  // The next call fails without the source: it is known already that the sync it belongs to failed.
+  [[nodiscard]] bool has_missed() const noexcept { return !missed_.empty(); }
   // True when connected: false when nobody listens there any more. Throws what the source rejects with.
   bool connect(OwnedFd socket);
 
@@ -141,7 +143,7 @@ class WeightReceiver {
   std::unique_ptr<Link> link_;
   std::optional<Error> lost_;
   std::optional<Error> failure_;
-  std::optional<Error> missed_;  // a failed sync that the next call belongs to
+  std::deque<Error> missed_;     // failed syncs that the next calls belong to, oldest first
   bool source_closed_ = false;
   bool welcomed_ = false;
 

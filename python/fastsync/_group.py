@@ -11,6 +11,7 @@ where it listens. Nothing else goes through the store, so later syncs do not nee
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import json
 import os
@@ -105,11 +106,6 @@ def _short(ranks: list[int]) -> str:
     return str(ranks) if len(ranks) <= 16 else f"[{ranks[0]}, ..., {ranks[-1]}] ({len(ranks)} ranks)"
 
 
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f", ... ({len(ranks)} in all)" if len(ranks) > 16 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
-
-
 def _store_of(group: Any) -> Any:
     """The group's store (a prefix store, ours to extend)."""
     pg_map = dist.distributed_c10d._world.pg_map
@@ -168,6 +164,11 @@ class Channel:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._close_wanted = False
+        self._hosts_known = False  # whether all receivers have said where they are
+        self._remote = False       # one of them is on another host
+        self._tcp_open = False
+        self._looking: threading.Thread | None = None
+        self._cancelled = threading.Event()
 
     # --- one call at a time
 
@@ -225,8 +226,10 @@ class Channel:
         if self.is_source:
             if self.sender is None:
                 self._serve(deadline)
+            if not self._hosts_known:
+                self._look_for_hosts(deadline)
         else:
-            if self.receiver is None or not self.receiver.connected:
+            if self.receiver is None or not (self.receiver.connected or self.receiver.has_missed):
                 self._reach(deadline)
 
     def _open_store(self) -> Any:
@@ -241,40 +244,59 @@ class Channel:
         store.set(f"host/{self.rank}", json.dumps({"host": host_id(), "pid": os.getpid()}))
 
     def _serve(self, deadline: Deadline) -> None:
+        """Listens, and says where: from then on receivers can connect, and be told if this sync fails."""
         store = self._open_store()
-        others = [r for r in self.ranks if r != self.rank]
-        keys = [f"host/{r}" for r in others]
-
-        def gather(cancelled: threading.Event) -> tuple[list[int], dict[int, str]]:
-            self._say_hello(store)
-            if not _wait_key(store, keys, deadline, cancelled):
-                return [r for r, k in zip(others, keys) if not store.check([k])], {}
-            return [], {r: json.loads(store.get(k))["host"] for r, k in zip(others, keys)}
-
-        absent, hosts = self._with_store(gather, deadline, "finding the other ranks through the group's store")
-        if absent:
-            raise SyncTimeout(
-                f"phase 'join': {_named(absent)} of {len(self.ranks)} did not come within {deadline.timeout_s:g} s; present: "
-                f"{_named([r for r in self.ranks if r not in absent])}. Every rank of the group must make the call "
-                f"(and name src={self.src})",
-                absent[0],
-            )
-        mine = host_id()
         token = secrets.token_hex(16)
-        sender = _core.WeightSender(self.rank, self.src, self.ranks, token, mine)
-        address: dict[str, Any] = {"unix": sender.unix_name, "host": mine, "token": token, "rank": self.rank}
-        if any(host != mine for host in hosts.values()):
-            address["port"] = sender.listen_tcp()
-            address["ips"] = local_addresses()
+        sender = _core.WeightSender(self.rank, self.src, self.ranks, token, host_id())
+        address = {"unix": sender.unix_name, "host": host_id(), "token": token}
 
         def publish(_: threading.Event) -> int:
             generation = int(store.add("generation", 1))
             store.set(f"address/{generation}", json.dumps(address))
             return generation
 
-        self._generation = self._with_store(publish, deadline, "publishing the source's address in the group's store")
+        try:
+            self._generation = self._with_store(publish, deadline, "publishing the source's address in the group's store")
+        except BaseException:
+            sender.close(False)
+            raise
         self._token = token
         self.sender = sender
+        self._hosts_known = self._remote = self._tcp_open = False
+
+    def _look_for_hosts(self, deadline: Deadline) -> None:
+        """Finds out, beside the wait for the receivers, whether any of them is on another host."""
+        if self._looking is not None and self._looking.is_alive():
+            return
+        store = self._open_store()
+        keys = [f"host/{r}" for r in self.ranks if r != self.rank]
+        mine = host_id()
+        cancelled = self._cancelled = threading.Event()
+
+        def look() -> None:
+            # Whatever breaks here, the wait for the receivers ends with an error that names them.
+            with contextlib.suppress(Exception):
+                if _wait_key(store, keys, deadline, cancelled):
+                    self._remote = any(json.loads(store.get(k))["host"] != mine for k in keys)
+                    self._hosts_known = True
+
+        self._looking = threading.Thread(target=look, name="fastsync-hosts", daemon=True)
+        self._looking.start()
+
+    def serve_other_hosts(self) -> None:
+        """Opens the TCP control port once a receiver on another host is known. Called between looks of a wait."""
+        sender = self.sender
+        if not self._remote or self._tcp_open or sender is None:
+            return
+        self._tcp_open = True
+        store, key = self._open_store(), f"tcp/{self._generation}"
+        value = json.dumps({"port": sender.listen_tcp(), "ips": local_addresses()})
+
+        def publish() -> None:
+            with contextlib.suppress(Exception):  # the receivers' deadline says what is missing
+                store.set(key, value)
+
+        threading.Thread(target=publish, name="fastsync-tcp", daemon=True).start()
 
     def _reach(self, deadline: Deadline) -> None:
         store = self._open_store()
@@ -290,6 +312,10 @@ class Channel:
                 return None
             found: dict[str, Any] = json.loads(store.get(f"address/{generation}"))
             found["generation"] = generation
+            if found["host"] != mine:
+                if not _wait_key(store, [f"tcp/{generation}"], deadline, cancelled):
+                    return None
+                found.update(json.loads(store.get(f"tcp/{generation}")))
             return found
 
         while True:
@@ -377,6 +403,7 @@ class Channel:
                 self._lock.release()
 
     def _close_now(self, exiting: bool) -> None:
+        self._cancelled.set()
         sender, self.sender = self.sender, None
         receiver, self.receiver = self.receiver, None
         if sender is not None:

@@ -529,6 +529,7 @@ class WeightSync:
     def _make_hook(channel: Channel, display: Display) -> Callable[[], None]:
         def hook() -> None:
             channel.check_open()
+            channel.serve_other_hosts()
             display.tick()
 
         return hook

@@ -477,6 +477,11 @@ class Group:
         return when
 
     def cont(self, rank: int) -> float:
+        """Continues a stopped rank; first waits until it is stopped, since an earlier SIGCONT would be lost."""
+        deadline = time.monotonic() + 10.0
+        while Path(f"/proc/{self.pid(rank)}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, f"rank {rank} is not stopped"
+            time.sleep(0.001)
         when = time.monotonic()
         self._workers[rank].signal(signal.SIGCONT)
         return when

@@ -19,6 +19,7 @@ class Process {
  public:
   template <typename Body>
   explicit Process(Body body) {
+    std::fflush(nullptr);  // or the child writes it again
     pid_ = ::fork();
     if (pid_ != 0) return;
     ::alarm(60);
