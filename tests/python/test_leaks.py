@@ -28,7 +28,7 @@ def soak(rank: Rank, transport: str, syncs: int, settle: int, fail_every: int = 
     with session(transport=transport, bucket_bytes=MIB) as sync:
         for step in range(syncs):
             if step == settle:
-                rank.barrier()
+                _rest(rank, sync, mine)
                 before = Held.now()
                 rank.barrier()
             if fail_every and step % fail_every == 1:
@@ -47,10 +47,19 @@ def soak(rank: Rank, transport: str, syncs: int, settle: int, fail_every: int = 
                     got, _ = receive(sync, mode)
                     assert float(got["layer3.w"][-1]) == step
                     del got
-        rank.barrier()
+        _rest(rank, sync, mine)
         assert before is not None
         Held.now().assert_flat_since(before, rss_slack=6 * MIB)
         rank.barrier()
+
+
+def _rest(rank: Rank, sync: object, mine: dict[str, torch.Tensor]) -> None:
+    """Brings a session into the state of just having run a good sync into a loader: two such states are comparable."""
+    if rank.index == 0:
+        sync.broadcast(mine)  # type: ignore[attr-defined]
+    else:
+        sync.receive(load=lambda batch: None)  # type: ignore[attr-defined]
+    rank.barrier()
 
 
 def _failing(rank: Rank, sync: object, step: int, mine: dict[str, torch.Tensor]) -> None:

@@ -32,6 +32,17 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def fd_targets() -> tuple[str, ...]:
+    """What the descriptors are, without the numbers that tell one socket from another."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}")))
+        except FileNotFoundError:
+            continue  # the listing's own
+    return tuple(sorted(found))
+
+
 def native_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
@@ -60,16 +71,25 @@ class Held:
     python_threads: int
     maps: int
     shm: frozenset[str]
+    targets: tuple[str, ...] = ()
 
     @classmethod
     def now(cls) -> Held:
         gc.collect()
         return cls(
-            rss_bytes(), open_fds(), native_threads(), threading.active_count(), mappings(), frozenset(shm_entries())
+            rss_bytes(),
+            open_fds(),
+            native_threads(),
+            threading.active_count(),
+            mappings(),
+            frozenset(shm_entries()),
+            fd_targets(),
         )
 
     def assert_flat_since(self, before: Held, rss_slack: int) -> None:
-        assert self.fds <= before.fds, f"descriptors grew from {before.fds} to {self.fds}"
+        assert self.fds <= before.fds, (
+            f"descriptors grew from {before.fds} to {self.fds}: {before.targets} became {self.targets}"
+        )
         assert self.native <= before.native, f"threads grew from {before.native} to {self.native}"
         assert self.python_threads <= before.python_threads
         assert self.shm <= before.shm, f"left in /dev/shm: {sorted(self.shm - before.shm)}"
