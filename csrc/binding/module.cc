@@ -111,10 +111,9 @@ void translate(std::exception_ptr p) {
   } catch (const Error& error) {
     PyObject* const type = error_class(error.kind()) != nullptr ? error_class(error.kind()) : PyExc_RuntimeError;
     // what() may have been cut inside a character by a peer.
-    const auto text = py::reinterpret_steal<py::object>(
-        PyUnicode_DecodeUTF8(error.what(), static_cast<Py_ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
-    const auto value = py::reinterpret_steal<py::object>(
-        PyObject_CallFunction(type, "Oi", text.ptr(), error.rank()));
+    const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(
+        error.what(), static_cast<Py_ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
+    const auto value = py::reinterpret_steal<py::object>(PyObject_CallFunction(type, "Oi", text.ptr(), error.rank()));
     if (value) {
       PyErr_SetObject(type, value.ptr());
     }
@@ -144,11 +143,13 @@ PYBIND11_MODULE(_core, m) {
 
   // --- torch
   m.def(
-      "configure_torch", [](const py::object& exchange, const py::tuple& plain) { TorchAccess::get().configure(exchange, plain); },
+      "configure_torch",
+      [](const py::object& exchange, const py::tuple& plain) { TorchAccess::get().configure(exchange, plain); },
       py::arg("exchange"), py::arg("plain_types"));
   m.def(
       "learn_layout",
-      [](const py::list& objects, const std::vector<std::uint64_t>& implementations, const std::vector<std::uint64_t>& storages) {
+      [](const py::list& objects, const std::vector<std::uint64_t>& implementations,
+         const std::vector<std::uint64_t>& storages) {
         TorchAccess::get().learn_layout(objects, implementations, storages);
       },
       py::arg("objects"), py::arg("implementations"), py::arg("storages"));
@@ -169,9 +170,10 @@ PYBIND11_MODULE(_core, m) {
       py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::arg("streaming"), NoGil());
   m.def(
       "copy_many",
-      [](const std::vector<std::uintptr_t>& dst, const std::vector<std::uintptr_t>& src, const std::vector<std::size_t>& nbytes,
-         bool streaming) {
-        if (dst.size() != src.size() || dst.size() != nbytes.size()) throw InvalidArgument("lists of different lengths");
+      [](const std::vector<std::uintptr_t>& dst, const std::vector<std::uintptr_t>& src,
+         const std::vector<std::size_t>& nbytes, bool streaming) {
+        if (dst.size() != src.size() || dst.size() != nbytes.size())
+          throw InvalidArgument("lists of different lengths");
         const py::gil_scoped_release release;
         const auto start = Clock::now();
         for (std::size_t i = 0; i < dst.size(); ++i) {
@@ -197,7 +199,8 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init<>())
       .def(
           "append",
-          [](Manifest& self, std::string name, std::string dtype, std::vector<std::int64_t> shape, std::uint32_t itemsize) {
+          [](Manifest& self, std::string name, std::string dtype, std::vector<std::int64_t> shape,
+             std::uint32_t itemsize) {
             self.append(make_meta(std::move(name), std::move(dtype), std::move(shape), itemsize));
           },
           py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("itemsize"))
@@ -240,8 +243,9 @@ PYBIND11_MODULE(_core, m) {
   py::class_<TensorTable>(m, "TensorTable")
       .def(py::init<int>(), py::arg("rank"))
       .def("refresh", &TensorTable::refresh, py::arg("names"), py::arg("objects"))
-      .def("describe", &TensorTable::describe, py::arg("index"), py::arg("dtype"), py::arg("shape"), py::arg("byte_strides"),
-           py::arg("itemsize"), py::arg("address"), py::arg("flip_real"), py::arg("flip_imag"), py::arg("is_complex"))
+      .def("describe", &TensorTable::describe, py::arg("index"), py::arg("dtype"), py::arg("shape"),
+           py::arg("byte_strides"), py::arg("itemsize"), py::arg("address"), py::arg("flip_real"), py::arg("flip_imag"),
+           py::arg("is_complex"))
       .def("find_ties", &TensorTable::find_ties)
       .def("check_destinations", &TensorTable::check_destinations)
       .def_property_readonly("changed", &TensorTable::changed)
@@ -284,20 +288,24 @@ PYBIND11_MODULE(_core, m) {
   // --- the protocol
   py::class_<WeightSender>(m, "WeightSender")
       .def(py::init([](int rank, int source, std::vector<int> ranks, std::string token, std::string host) {
-             return std::make_unique<WeightSender>(make_identity(rank, source, std::move(ranks), std::move(token), std::move(host)));
+             return std::make_unique<WeightSender>(
+                 make_identity(rank, source, std::move(ranks), std::move(token), std::move(host)));
            }),
            py::arg("rank"), py::arg("source"), py::arg("ranks"), py::arg("token"), py::arg("host"))
       .def_property_readonly("unix_name", &WeightSender::unix_name)
       .def("listen_tcp", &WeightSender::listen_tcp)
       .def(
-          "open", [](WeightSender& s, double timeout_s, const py::object& hook) { s.open(to_timeout(timeout_s), make_hook(hook)); },
+          "open",
+          [](WeightSender& s, double timeout_s, const py::object& hook) {
+            s.open(to_timeout(timeout_s), make_hook(hook));
+          },
           py::arg("timeout_s"), py::arg("hook"))
       .def("connect_all", &WeightSender::connect_all, NoGil())
       .def("join", &WeightSender::join, py::arg("transport"), py::arg("candidates"), NoGil())
       .def(
           "begin",
-          [](WeightSender& s, std::uint64_t version, std::uint64_t bucket_bytes, std::uint32_t buffers, bool verify, bool strict,
-             const std::shared_ptr<SyncPlan>& plan, bool streaming) {
+          [](WeightSender& s, std::uint64_t version, std::uint64_t bucket_bytes, std::uint32_t buffers, bool verify,
+             bool strict, const std::shared_ptr<SyncPlan>& plan, bool streaming) {
             const py::gil_scoped_release release;
             return s.begin({version, bucket_bytes, buffers, verify, strict}, plan, streaming);
           },
@@ -334,8 +342,9 @@ PYBIND11_MODULE(_core, m) {
           py::arg("name"), py::arg("tensor"))
       .def(
           "push",
-          [](WeightSender& s, std::string name, std::string dtype, std::vector<std::int64_t> shape, const py::object& byte_strides,
-             std::uint32_t itemsize, std::uint64_t address, bool flip_real, bool flip_imag, bool is_complex) {
+          [](WeightSender& s, std::string name, std::string dtype, std::vector<std::int64_t> shape,
+             const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real,
+             bool flip_imag, bool is_complex) {
             TensorView view;
             TensorMeta meta = make_meta(std::move(name), std::move(dtype), std::move(shape), itemsize);
             view.data = reinterpret_cast<std::byte*>(address);
@@ -353,8 +362,8 @@ PYBIND11_MODULE(_core, m) {
             const py::gil_scoped_release release;
             s.push(std::move(meta), view);
           },
-          py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("byte_strides"), py::arg("itemsize"), py::arg("address"),
-          py::arg("flip_real"), py::arg("flip_imag"), py::arg("is_complex"))
+          py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("byte_strides"), py::arg("itemsize"),
+          py::arg("address"), py::arg("flip_real"), py::arg("flip_imag"), py::arg("is_complex"))
       .def("finish_stream",
            [](WeightSender& s) {
              const py::gil_scoped_release release;
@@ -396,7 +405,9 @@ PYBIND11_MODULE(_core, m) {
            py::arg("rank"), py::arg("source"), py::arg("ranks"), py::arg("token"), py::arg("host"))
       .def(
           "open",
-          [](WeightReceiver& r, double timeout_s, const py::object& hook) { r.open(to_timeout(timeout_s), make_hook(hook)); },
+          [](WeightReceiver& r, double timeout_s, const py::object& hook) {
+            r.open(to_timeout(timeout_s), make_hook(hook));
+          },
           py::arg("timeout_s"), py::arg("hook"))
       .def_property_readonly("connected", &WeightReceiver::connected)
       .def_property_readonly("has_missed", &WeightReceiver::has_missed)
@@ -423,7 +434,8 @@ PYBIND11_MODULE(_core, m) {
             return d;
           },
           py::arg("transport"))
-      .def("bind", [](WeightReceiver& r, TableBinder& binder) { r.bind(binder); }, py::arg("binder"), NoGil())
+      .def(
+          "bind", [](WeightReceiver& r, TableBinder& binder) { r.bind(binder); }, py::arg("binder"), NoGil())
       .def("ready", &WeightReceiver::ready, NoGil())
       .def_property_readonly("needs_external", &WeightReceiver::needs_external)
       .def(
@@ -433,7 +445,9 @@ PYBIND11_MODULE(_core, m) {
             driver.attr("memory") = memory_capsule(r.external_memory());
           },
           py::arg("driver"))
-      .def("receive_into", [](WeightReceiver& r, TableBinder& binder) { r.receive_into(binder); }, py::arg("binder"), NoGil())
+      .def(
+          "receive_into", [](WeightReceiver& r, TableBinder& binder) { r.receive_into(binder); }, py::arg("binder"),
+          NoGil())
       .def(
           "next_bucket",
           // (address, used_bytes, [(tensor, tensor_offset, bucket_offset, nbytes, completes)], tensors_begin, tensors_end)
@@ -447,8 +461,8 @@ PYBIND11_MODULE(_core, m) {
             py::list pieces(bucket->pieces.size());
             for (std::size_t i = 0; i < bucket->pieces.size(); ++i) {
               const auto& p = bucket->pieces[i];
-              pieces[i] = py::make_tuple(p.fragment.tensor, p.fragment.tensor_offset, p.fragment.bucket_offset, p.fragment.nbytes,
-                                         p.completes);
+              pieces[i] = py::make_tuple(p.fragment.tensor, p.fragment.tensor_offset, p.fragment.bucket_offset,
+                                         p.fragment.nbytes, p.completes);
             }
             return py::make_tuple(reinterpret_cast<std::uintptr_t>(bucket->data), bucket->used_bytes, pieces,
                                   bucket->tensors_begin, bucket->tensors_end);

@@ -125,10 +125,12 @@ void TorchAccess::configure(const py::object& exchange, const py::tuple& plain_t
 
 namespace {
 // The offset of a pointer-sized field that holds `values[k]` in every object; 0 if there is no such field.
-std::size_t common_offset(const std::vector<const std::byte*>& objects, const std::vector<std::uint64_t>& values, std::size_t size) {
+std::size_t common_offset(const std::vector<const std::byte*>& objects, const std::vector<std::uint64_t>& values,
+                          std::size_t size) {
   for (std::size_t offset = sizeof(void*); offset + sizeof(void*) <= size; offset += sizeof(void*)) {
     bool all = !objects.empty();
-    for (std::size_t k = 0; all && k < objects.size(); ++k) all = std::memcmp(objects[k] + offset, &values[k], sizeof(void*)) == 0;
+    for (std::size_t k = 0; all && k < objects.size(); ++k)
+      all = std::memcmp(objects[k] + offset, &values[k], sizeof(void*)) == 0;
     if (all) return offset;
   }
   return 0;
@@ -213,7 +215,8 @@ const TorchAccess::DtypeEntry* TorchAccess::find_dtype(std::uint32_t key, PyObje
 bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorView& view) const {
   if (exchange_ == nullptr) return false;
   PyObject* const o = object.ptr();
-  if (std::find(plain_types_.begin(), plain_types_.end(), reinterpret_cast<PyObject*>(Py_TYPE(o))) == plain_types_.end()) {
+  if (std::find(plain_types_.begin(), plain_types_.end(), reinterpret_cast<PyObject*>(Py_TYPE(o))) ==
+      plain_types_.end()) {
     return false;
   }
   DlTensor t{};
@@ -279,7 +282,8 @@ void TensorTable::remember_short_form(std::size_t index, PyObject* object) {
   const TensorView& view = views_[index];
   DlTensor t{};
   id.ndim = -1;
-  if (!view.contiguous || view.nbytes == 0 || TorchAccess::get().exchange_(object, &t) != 0 || t.ndim > kShortDims) return;
+  if (!view.contiguous || view.nbytes == 0 || TorchAccess::get().exchange_(object, &t) != 0 || t.ndim > kShortDims)
+    return;
   id.data = view.data;
   id.dtype_key = dtype_key(t.dtype);
   id.complex = t.dtype.code == kDlComplex;
@@ -300,9 +304,9 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
     return false;
   }
   if (id.ndim >= 0) {  // the common case: contiguous, few dimensions
-    if (t.ndim != id.ndim || static_cast<std::byte*>(t.data) + t.byte_offset != id.data || dtype_key(t.dtype) != id.dtype_key ||
-        !std::equal(id.shape, id.shape + id.ndim, t.shape) || !row_major(t.shape, t.strides, t.ndim) ||
-        (t.device.type != kDlCpu && t.device.type != kDlPinned)) {
+    if (t.ndim != id.ndim || static_cast<std::byte*>(t.data) + t.byte_offset != id.data ||
+        dtype_key(t.dtype) != id.dtype_key || !std::equal(id.shape, id.shape + id.ndim, t.shape) ||
+        !row_major(t.shape, t.strides, t.ndim) || (t.device.type != kDlCpu && t.device.type != kDlPinned)) {
       return false;
     }
     if (id.ambiguous && torch.find_dtype(id.dtype_key, object) == nullptr) return false;
@@ -311,7 +315,8 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
   }
   const TensorMeta& meta = metas_[index];
   const TensorView& view = views_[index];
-  if (static_cast<std::size_t>(t.ndim) != meta.shape.size() || (t.device.type != kDlCpu && t.device.type != kDlPinned)) return false;
+  if (static_cast<std::size_t>(t.ndim) != meta.shape.size() || (t.device.type != kDlCpu && t.device.type != kDlPinned))
+    return false;
   if (!std::equal(meta.shape.begin(), meta.shape.end(), t.shape)) return false;
   const auto* const dtype = torch.find_dtype(dtype_key(t.dtype), object);
   if (dtype == nullptr || dtype->name != meta.dtype) return false;
@@ -329,7 +334,8 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
 
 void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& view) {
   TensorMeta& old = metas_[index];
-  if (old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize || old.nbytes != meta.nbytes) {
+  if (old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize ||
+      old.nbytes != meta.nbytes) {
     changed_ = true;
     ++stamp_;
     meta.name = std::move(old.name);
@@ -368,9 +374,10 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
       if (text == nullptr) {
         PyErr_Clear();
         clear();
-        throw InvalidArgument(concat("rank ", rank_, ": the name of tensor number ", i, " is ",
-                                     py::repr(name).cast<std::string>(), ", not a valid str (UTF-8 without lone surrogates)"),
-                              rank_);
+        throw InvalidArgument(
+            concat("rank ", rank_, ": the name of tensor number ", i, " is ", py::repr(name).cast<std::string>(),
+                   ", not a valid str (UTF-8 without lone surrogates)"),
+            rank_);
       }
       metas_[i].name.assign(text, static_cast<std::size_t>(length));
       Py_INCREF(name);
@@ -380,7 +387,8 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
       if (!index_.try_emplace(metas_[i].name, static_cast<std::uint32_t>(i)).second) {
         const std::string duplicate = metas_[i].name;
         clear();
-        throw InvalidArgument(concat("rank ", rank_, ": tensor name '", duplicate, "' comes twice; names must be unique"), rank_);
+        throw InvalidArgument(
+            concat("rank ", rank_, ": tensor name '", duplicate, "' comes twice; names must be unique"), rank_);
       }
     }
     changed_ = true;
@@ -416,8 +424,8 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
 }
 
 void TensorTable::describe(std::size_t index, const std::string& dtype, const std::vector<std::int64_t>& shape,
-                           const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real,
-                           bool flip_imag, bool is_complex) {
+                           const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address,
+                           bool flip_real, bool flip_imag, bool is_complex) {
   if (index >= metas_.size()) throw InternalError(concat("no tensor number ", index));
   TensorMeta meta;
   meta.dtype = dtype;
@@ -461,9 +469,8 @@ std::vector<Range> sorted_ranges(std::span<const TensorView> views) {
     ranges.push_back({base + static_cast<std::uint64_t>(r.low), base + static_cast<std::uint64_t>(r.high),
                       static_cast<std::uint32_t>(i)});
   }
-  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
-    return a.low != b.low ? a.low < b.low : a.index < b.index;
-  });
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.low != b.low ? a.low < b.low : a.index < b.index; });
   return ranges;
 }
 
@@ -478,7 +485,8 @@ std::vector<std::int64_t> row_major_strides(const std::vector<std::int64_t>& sha
 }
 
 // Strides of size-1 dimensions mean nothing, and torch fills them in differently.
-std::vector<std::int64_t> comparable_strides(const std::vector<std::int64_t>& strides, const std::vector<std::int64_t>& shape) {
+std::vector<std::int64_t> comparable_strides(const std::vector<std::int64_t>& strides,
+                                             const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> out = strides.empty() ? row_major_strides(shape) : strides;
   for (std::size_t d = 0; d < out.size(); ++d) {
     if (shape[d] == 1) out[d] = 0;
@@ -539,10 +547,11 @@ void TensorTable::check_destinations() {
   if (checked_) return;
   for (std::size_t i = 0; i < views_.size(); ++i) {
     if (!views_[i].contiguous && overlaps_itself(views_[i])) {
-      throw InvalidArgument(concat("rank ", rank_, ": destination ", fastsync::describe(metas_[i]),
-                                   " overlaps itself (an expanded or overlapping view); give a tensor whose elements each "
-                                   "have their own memory, e.g. .clone()"),
-                            rank_);
+      throw InvalidArgument(
+          concat("rank ", rank_, ": destination ", fastsync::describe(metas_[i]),
+                 " overlaps itself (an expanded or overlapping view); give a tensor whose elements each "
+                 "have their own memory, e.g. .clone()"),
+          rank_);
     }
   }
   overlaps_.clear();
@@ -592,10 +601,11 @@ void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t 
     }
     const TensorMeta& mine = table_.meta(it->second);
     if (mine.dtype != sent.dtype || mine.shape != sent.shape) {
-      throw ManifestMismatch(concat("rank ", table_.rank(), ": tensor '", sent.name, "': the source sends ", describe(sent),
-                                    ", the destination is ", describe(mine), "; ",
-                                    mine.dtype != sent.dtype ? "dtypes" : "shapes", " must be equal (nothing is cast or reshaped)"),
-                             table_.rank());
+      throw ManifestMismatch(
+          concat("rank ", table_.rank(), ": tensor '", sent.name, "': the source sends ", describe(sent),
+                 ", the destination is ", describe(mine), "; ", mine.dtype != sent.dtype ? "dtypes" : "shapes",
+                 " must be equal (nothing is cast or reshaped)"),
+          table_.rank());
     }
     found_[it->second] = static_cast<std::int64_t>(i);
     views.push_back(table_.view(it->second));
@@ -603,10 +613,11 @@ void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t 
   }
   if (streaming_ && !table_.overlaps().empty()) {
     const auto [a, b] = table_.overlaps().front();
-    throw InvalidArgument(concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '", table_.meta(b).name,
-                                 "' share memory; with a generator as the source nothing says that they may: pass a mapping "
-                                 "at the source, or separate tensors here"),
-                          table_.rank());
+    throw InvalidArgument(
+        concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '", table_.meta(b).name,
+               "' share memory; with a generator as the source nothing says that they may: pass a mapping "
+               "at the source, or separate tensors here"),
+        table_.rank());
   }
 }
 
@@ -618,8 +629,9 @@ void TableBinder::finish(const Manifest& manifest) {
   if (strict_ && (!lists_.missing.empty() || !lists_.unexpected.empty())) {
     std::string text = concat("rank ", table_.rank(), ": ");
     if (!lists_.unexpected.empty()) {
-      text += concat(lists_.unexpected.size(), " tensor(s) of the source have no destination here (unexpected: ",
-                     quoted_list(lists_.unexpected), ")");
+      text += concat(lists_.unexpected.size(),
+                     " tensor(s) of the source have no destination here (unexpected: ", quoted_list(lists_.unexpected),
+                     ")");
     }
     if (!lists_.missing.empty()) {
       text += concat(lists_.unexpected.empty() ? "" : "; ", lists_.missing.size(),
@@ -648,18 +660,19 @@ void TableBinder::check_sharing(const Manifest& manifest) const {
     } else {
       const Tie& sa = manifest[static_cast<std::size_t>(found_[a])].tie;
       const Tie& sb = manifest[static_cast<std::size_t>(found_[b])].tie;
-      const auto here = reinterpret_cast<std::uint64_t>(table_.view(b).data) - reinterpret_cast<std::uint64_t>(table_.view(a).data);
+      const auto here =
+          reinterpret_cast<std::uint64_t>(table_.view(b).data) - reinterpret_cast<std::uint64_t>(table_.view(a).data);
       const auto there = sb.byte_offset - sa.byte_offset;
       if (sa.group != 0 && sa.group == sb.group && here == there && table_.comparable(a) == sa.strides &&
           table_.comparable(b) == sb.strides) {
         continue;
       }
     }
-    throw InvalidArgument(concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '",
-                                   table_.meta(b).name,
-                                   "' share memory, but the source's tensors of these names do not share it in the same way; "
-                                   "one would overwrite the other: give them separate memory, or tie them on both sides"),
-                            table_.rank());
+    throw InvalidArgument(
+        concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '", table_.meta(b).name,
+               "' share memory, but the source's tensors of these names do not share it in the same way; "
+               "one would overwrite the other: give them separate memory, or tie them on both sides"),
+        table_.rank());
   }
 }
 

@@ -70,8 +70,8 @@ class TensorTable {
   // Returns the indices that Python must describe(). After those, check_names().
   py::list refresh(const py::list& names, const py::list& objects);
   void describe(std::size_t index, const std::string& dtype, const std::vector<std::int64_t>& shape,
-                const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real, bool flip_imag,
-                bool is_complex);
+                const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real,
+                bool flip_imag, bool is_complex);
   // Something that goes into the manifest (a name, dtype, shape or tie) changed in the last refresh().
   [[nodiscard]] bool changed() const noexcept { return changed_; }
 
@@ -91,7 +91,7 @@ class TensorTable {
   // as long as names, shapes and dtypes here stay what they are.
   struct Match {
     std::uint64_t fingerprint = 0;
-    std::uint64_t stamp = 0;     // 0: none
+    std::uint64_t stamp = 0;  // 0: none
     std::vector<std::int64_t> entries;
     ReadyLists lists;
   };
@@ -103,7 +103,9 @@ class TensorTable {
     match_.stamp = stamp_;
   }
   // Pairs of entries that share at least one byte; recomputed when an address changed.
-  [[nodiscard]] const std::vector<std::pair<std::uint32_t, std::uint32_t>>& overlaps() const noexcept { return overlaps_; }
+  [[nodiscard]] const std::vector<std::pair<std::uint32_t, std::uint32_t>>& overlaps() const noexcept {
+    return overlaps_;
+  }
   // Strides in elements, size-1 dimensions set to 0: comparable with Tie::strides.
   [[nodiscard]] std::vector<std::int64_t> comparable(std::size_t i) const;
   [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -117,9 +119,9 @@ class TensorTable {
     PyObject* weak = nullptr;    // owned weak reference
     const std::byte* data = nullptr;
     std::uint32_t dtype_key = 0;
-    std::int32_t ndim = -1;      // -1: has strides or many dimensions; the long comparison decides
+    std::int32_t ndim = -1;  // -1: has strides or many dimensions; the long comparison decides
     bool complex = false;
-    bool ambiguous = false;      // the dtype_key alone does not say
+    bool ambiguous = false;  // the dtype_key alone does not say
     std::int64_t shape[kShortDims] = {};
   };
   void set_identity(std::size_t index, PyObject* object);
@@ -138,14 +140,15 @@ class TensorTable {
   bool changed_ = true;
   std::uint64_t stamp_ = 1;  // counts what changed
   Match match_;
-  bool moved_ = true;      // an address, shape or stride changed since overlaps_ and ties were computed
-  bool checked_ = false;   // check_destinations() passed and nothing changed since
+  bool moved_ = true;     // an address, shape or stride changed since overlaps_ and ties were computed
+  bool checked_ = false;  // check_destinations() passed and nothing changed since
 };
 
 // Destinations of a table, for WeightReceiver.
 class TableBinder final : public DestinationBinder {
  public:
-  TableBinder(TensorTable& table, bool strict, bool streaming) : table_(table), strict_(strict), streaming_(streaming) {}
+  TableBinder(TensorTable& table, bool strict, bool streaming)
+      : table_(table), strict_(strict), streaming_(streaming) {}
   void bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) override;
   void finish(const Manifest& manifest) override;
   [[nodiscard]] const ReadyLists& lists() const noexcept { return lists_; }

@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "bucket/bucket_plan.h"
@@ -29,24 +30,24 @@ inline constexpr std::size_t kMaxPayloadBytes = std::size_t{8} << 20;
 inline constexpr std::size_t kManifestChunkBytes = std::size_t{1} << 20;
 
 enum class FrameType : std::uint16_t {
-  kHello = 1,      // receiver -> source, once a connection
-  kWelcome = 2,    // source -> receiver
-  kReject = 3,     // source -> receiver: kind and text, then the connection ends
-  kJoin = 4,       // receiver -> source: I am in a sync call
-  kCancel = 5,     // receiver -> source: I left it before it began
-  kBegin = 6,      // source -> receiver
-  kManifest = 7,   // source -> receiver: serialized entries
-  kReady = 8,      // receiver -> source: my destinations fit; lists of names
-  kGo = 9,         // source -> receiver: everybody is ready
+  kHello = 1,         // receiver -> source, once a connection
+  kWelcome = 2,       // source -> receiver
+  kReject = 3,        // source -> receiver: kind and text, then the connection ends
+  kJoin = 4,          // receiver -> source: I am in a sync call
+  kCancel = 5,        // receiver -> source: I left it before it began
+  kBegin = 6,         // source -> receiver
+  kManifest = 7,      // source -> receiver: serialized entries
+  kReady = 8,         // receiver -> source: my destinations fit; lists of names
+  kGo = 9,            // source -> receiver: everybody is ready
   kDescriptors = 10,  // source -> receiver: the shared-memory ring, by SCM_RIGHTS
-  kBucket = 11,    // source -> receiver: a BucketHeader, where the data plane carries none
-  kDeviate = 12,   // source -> receiver: from entry aux on, the generator left the recorded plan
-  kDone = 13,      // receiver -> source: everything arrived and was verified
-  kCommit = 14,    // source -> receiver: the version moved
-  kFail = 15,      // either way: this sync failed
-  kStall = 16,     // source -> receiver: I wait for rank aux
-  kBye = 17,       // either way: I close on purpose; payload says why
-  kReleased = 18,  // receiver -> source: my first aux buckets are released, where the data plane does not say
+  kBucket = 11,       // source -> receiver: a BucketHeader, where the data plane carries none
+  kDeviate = 12,      // source -> receiver: from entry aux on, the generator left the recorded plan
+  kDone = 13,         // receiver -> source: everything arrived and was verified
+  kCommit = 14,       // source -> receiver: the version moved
+  kFail = 15,         // either way: this sync failed
+  kStall = 16,        // source -> receiver: I wait for rank aux
+  kBye = 17,          // either way: I close on purpose; payload says why
+  kReleased = 18,     // receiver -> source: my first aux buckets are released, where the data plane does not say
 };
 
 struct Frame {
@@ -87,7 +88,7 @@ class PayloadWriter {
     const auto* p = static_cast<const std::byte*>(data);
     bytes_.insert(bytes_.end(), p, p + n);
   }
-  [[nodiscard]] std::vector<std::byte> take() { return std::move(bytes_); }
+  [[nodiscard]] std::vector<std::byte> take() { return std::exchange(bytes_, {}); }
   [[nodiscard]] std::size_t size() const noexcept { return bytes_.size(); }
 
  private:
@@ -105,7 +106,8 @@ class PayloadReader {
   std::int64_t i64() { return get<std::int64_t>(); }
   std::string text(std::size_t max_bytes) {
     const auto n = u32();
-    if (n > max_bytes || n > bytes_.size() - at_) throw CommError(concat("control frame: text of ", n, " bytes does not fit"));
+    if (n > max_bytes || n > bytes_.size() - at_)
+      throw CommError(concat("control frame: text of ", n, " bytes does not fit"));
     std::string s(reinterpret_cast<const char*>(bytes_.data() + at_), n);
     at_ += n;
     return s;
@@ -133,9 +135,9 @@ class PayloadReader {
 
 struct Hello {
   std::uint32_t protocol = kProtocolVersion;
-  std::uint32_t rank = 0;       // global
-  std::uint32_t world = 0;      // ranks in the group
-  std::uint32_t source = 0;     // global rank this receiver takes for the source
+  std::uint32_t rank = 0;    // global
+  std::uint32_t world = 0;   // ranks in the group
+  std::uint32_t source = 0;  // global rank this receiver takes for the source
   std::uint64_t pid = 0;
   std::string library_version;  // fastsync's
   std::string token;            // from the group's store; proves membership
@@ -143,16 +145,16 @@ struct Hello {
 };
 
 struct Join {
-  std::uint64_t call = 0;                   // counts this receiver's calls on this link, from 1
-  std::uint64_t last_sync = 0;              // newest sync number it heard of
-  std::uint64_t comm_generation = 0;        // data plane it holds; 0: none
-  std::string transport;                    // "auto" or a name
-  std::vector<std::uint64_t> manifests;     // fingerprints it holds
+  std::uint64_t call = 0;                // counts this receiver's calls on this link, from 1
+  std::uint64_t last_sync = 0;           // newest sync number it heard of
+  std::uint64_t comm_generation = 0;     // data plane it holds; 0: none
+  std::string transport;                 // "auto" or a name
+  std::vector<std::uint64_t> manifests;  // fingerprints it holds
 };
 
 struct Begin {
   std::uint64_t version = 0;
-  std::uint64_t fingerprint = 0;   // of the manifest (or of the recorded one, when streaming; 0: none)
+  std::uint64_t fingerprint = 0;  // of the manifest (or of the recorded one, when streaming; 0: none)
   std::uint64_t tensors = 0;
   std::uint64_t nbytes = 0;
   std::uint64_t bucket_bytes = 0;  // of a real bucket
@@ -161,16 +163,16 @@ struct Begin {
   std::uint32_t buffers = 0;
   std::uint8_t verify = 0;
   std::uint8_t strict = 0;
-  std::uint8_t streaming = 0;      // a generator: the manifest grows
+  std::uint8_t streaming = 0;  // a generator: the manifest grows
   std::uint8_t manifest_follows = 0;
-  std::string transport;           // resolved
+  std::string transport;  // resolved
 };
 
 struct Failure {
   ErrorKind kind = ErrorKind::kInternal;
-  std::int64_t rank = -1;          // about which rank
-  std::int64_t reporter = -1;      // who found it
-  std::uint64_t answers = 0;       // source -> receiver: the Join it answers, 0 if the receiver had not joined
+  std::int64_t rank = -1;      // about which rank
+  std::int64_t reporter = -1;  // who found it
+  std::uint64_t answers = 0;   // source -> receiver: the Join it answers, 0 if the receiver had not joined
   std::string message;
 };
 

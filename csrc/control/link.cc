@@ -87,7 +87,8 @@ void Link::send(FrameType type, std::uint64_t sync, std::uint64_t aux, std::span
                 std::span<const int> descriptors) {
   if (gone_) return;
   if (payload.size() > kMaxPayloadBytes) throw InternalError(concat("control frame of ", payload.size(), " bytes"));
-  if (descriptors.size() > kMaxDescriptors) throw InternalError(concat("control frame with ", descriptors.size(), " descriptors"));
+  if (descriptors.size() > kMaxDescriptors)
+    throw InternalError(concat("control frame with ", descriptors.size(), " descriptors"));
   Outgoing item;
   item.bytes.resize(kFrameHeaderBytes + payload.size());
   FrameHeader header;
@@ -208,8 +209,8 @@ std::optional<Frame> Link::receive() {
   const std::size_t total = kFrameHeaderBytes + header.payload_bytes;
   if (in_.size() - in_start_ < total) return std::nullopt;
   if (header.descriptor_count > in_descriptors_.size()) {
-    throw CommError(concat("control frame: ", header.descriptor_count, " descriptors announced, ", in_descriptors_.size(),
-                           " arrived"));
+    throw CommError(concat("control frame: ", header.descriptor_count, " descriptors announced, ",
+                           in_descriptors_.size(), " arrived"));
   }
   Frame frame;
   frame.type = header.type;
@@ -258,7 +259,8 @@ OwnedFd listen_unix(std::string& name_out) {
     socklen_t length = 0;
     const sockaddr_un address = abstract_address(name, length);
     if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0) {
-      if (::listen(fd.get(), kBacklog) != 0) throw CommError(concat("cannot listen on a Unix socket: ", errno_text(errno)));
+      if (::listen(fd.get(), kBacklog) != 0)
+        throw CommError(concat("cannot listen on a Unix socket: ", errno_text(errno)));
       name_out = std::move(name);
       return fd;
     }

@@ -98,6 +98,6 @@ void wait_readable(std::span<Link* const> links, int listener, std::chrono::nano
 // Empty when nobody listens there (any more).
 [[nodiscard]] std::optional<OwnedFd> connect_unix(const std::string& name);
 [[nodiscard]] std::optional<OwnedFd> connect_tcp(const std::string& numeric_host, int port,
-                                                  std::chrono::milliseconds timeout);
+                                                 std::chrono::milliseconds timeout);
 
 }  // namespace fastsync

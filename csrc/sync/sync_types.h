@@ -20,9 +20,9 @@ namespace fastsync {
 struct Identity {
   int rank = 0;
   int source = 0;
-  std::vector<int> ranks;       // of the group, the source included
-  std::string token;            // shared through the group's store; a stranger does not know it
-  std::string host;             // ranks with equal host ids can share memory and sockets
+  std::vector<int> ranks;  // of the group, the source included
+  std::string token;       // shared through the group's store; a stranger does not know it
+  std::string host;        // ranks with equal host ids can share memory and sockets
   std::string library_version;
 };
 
@@ -64,7 +64,8 @@ struct PhaseSeconds {
 // How often a rank that waits says so: often enough to be known before anybody's deadline, also where another rank's is
 // much shorter.
 [[nodiscard]] inline std::chrono::nanoseconds stall_period(std::chrono::nanoseconds timeout) noexcept {
-  return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(10), std::chrono::milliseconds(100));
+  return std::clamp<std::chrono::nanoseconds>(timeout / 8, std::chrono::milliseconds(10),
+                                              std::chrono::milliseconds(100));
 }
 // How long what it said holds.
 inline constexpr std::chrono::milliseconds kStallValidity{500};
@@ -82,6 +83,5 @@ struct BucketFlags {
     return {flags >> 2U, (flags & 2U) != 0, (flags & 1U) != 0};
   }
 };
-
 
 }  // namespace fastsync

@@ -86,8 +86,8 @@ bool WeightReceiver::connect(OwnedFd socket) {
   auto link = std::make_unique<Link>(std::move(socket));
   if (link->is_unix()) {
     if (link->peer_uid() != ::geteuid()) {
-      throw CommError(concat("rank ", identity_.source, "'s socket belongs to user ", link->peer_uid(), ", this process to ",
-                             ::geteuid(), "; run all ranks as one user"),
+      throw CommError(concat("rank ", identity_.source, "'s socket belongs to user ", link->peer_uid(),
+                             ", this process to ", ::geteuid(), "; run all ranks as one user"),
                       identity_.source);
     }
     link->watch_process();
@@ -137,8 +137,8 @@ void WeightReceiver::pump() {
     }
     lost_.emplace(ErrorKind::kPeerLost,
                   concat("rank ", identity_.source, " (the source) was lost, phase '", phase_, "'",
-                         phase_ == std::string_view("buckets") ? concat(", bucket ", next_bucket_) : "", ": its process",
-                         link_->peer_pid() > 0 ? concat(" (pid ", link_->peer_pid(), ")") : "",
+                         phase_ == std::string_view("buckets") ? concat(", bucket ", next_bucket_) : "",
+                         ": its process", link_->peer_pid() > 0 ? concat(" (pid ", link_->peer_pid(), ")") : "",
                          " ended or its connection broke; make a new process group without it"),
                   identity_.source);
   }
@@ -147,9 +147,7 @@ void WeightReceiver::pump() {
 void WeightReceiver::handle(Frame& frame) {
   const bool current = began_ && frame.sync == sync_;
   switch (frame.type) {
-    case FrameType::kWelcome:
-      welcomed_ = true;
-      return;
+    case FrameType::kWelcome: welcomed_ = true; return;
     case FrameType::kReject: {
       Failure failure;
       decode(frame.payload, failure);
@@ -186,7 +184,8 @@ void WeightReceiver::handle(Frame& frame) {
     case FrameType::kDeviate:
       if (!current || deviated_) return;
       deviate_at_ = frame.aux;
-      if (begin_.streaming == 0 || deviate_at_ < planned_entries_ || deviate_at_ > (plan_ ? plan_->manifest.size() : 0)) {
+      if (begin_.streaming == 0 || deviate_at_ < planned_entries_ ||
+          deviate_at_ > (plan_ ? plan_->manifest.size() : 0)) {
         throw CommError(concat("the source left its plan at entry ", deviate_at_, ", where this rank cannot follow"));
       }
       grown_ = Manifest{};
@@ -225,7 +224,8 @@ void WeightReceiver::handle(Frame& frame) {
         unpaired_call_ = 0;  // the call it belongs to already failed here
       } else if (newer && (began_ || !active_ || failure_)) {
         // It came right behind the end of the call before: it belongs to a later one. Each failed sync ends one call.
-        if (missed_.size() < kMaxMissed) missed_.emplace_back(failure.kind, failure.message, static_cast<int>(failure.rank));
+        if (missed_.size() < kMaxMissed)
+          missed_.emplace_back(failure.kind, failure.message, static_cast<int>(failure.rank));
       } else {
         mine = newer;
       }
@@ -246,14 +246,14 @@ void WeightReceiver::handle(Frame& frame) {
       link_->close();
       source_closed_ = true;
       if (why == "exit") {
-        lost_.emplace(ErrorKind::kPeerLost,
-                      concat("rank ", identity_.source, " (the source) was lost: its process ended; make a new process group"),
-                      identity_.source);
+        lost_.emplace(
+            ErrorKind::kPeerLost,
+            concat("rank ", identity_.source, " (the source) was lost: its process ended; make a new process group"),
+            identity_.source);
       }
       return;
     }
-    default:
-      throw CommError(concat("unexpected control frame of type ", static_cast<int>(frame.type)));
+    default: throw CommError(concat("unexpected control frame of type ", static_cast<int>(frame.type)));
   }
 }
 
@@ -296,9 +296,10 @@ void WeightReceiver::time_out(const std::string& what) {
   const int rank = other ? stalled_rank_ : identity_.source;
   throw TimeoutError(
       concat(began_ ? concat("sync ", sync_, ", ") : "", "phase '", phase_, "': ",
-             other ? concat("rank ", rank, " held everybody up: ") : concat("rank ", rank, " (the source) did not "), what,
-             " within ", as_seconds(timeout_),
-             " s; it is stopped, stuck or not in its call (every rank of the group must call; raise timeout_s if it is only slow)"),
+             other ? concat("rank ", rank, " held everybody up: ") : concat("rank ", rank, " (the source) did not "),
+             what, " within ", as_seconds(timeout_),
+             " s; it is stopped, stuck or not in its call (every rank of the group must call; raise timeout_s if it is "
+             "only slow)"),
       rank);
 }
 
@@ -393,9 +394,11 @@ void WeightReceiver::ready() {
     if (!comm_ || comm_->name() != "shm" || comm_generation_ != begin_.comm_generation) {
       drop_data_plane();
       if (descriptors_.size() != 2) {
-        throw CommError(concat("the source passed ", descriptors_.size(), " descriptors, 2 were expected"), identity_.source);
+        throw CommError(concat("the source passed ", descriptors_.size(), " descriptors, 2 were expected"),
+                        identity_.source);
       }
-      comm_ = ShmCommunicator::attach(descriptors_[0].get(), descriptors_[1].get(), static_cast<std::uint32_t>(reader_index_));
+      comm_ = ShmCommunicator::attach(descriptors_[0].get(), descriptors_[1].get(),
+                                      static_cast<std::uint32_t>(reader_index_));
       descriptors_.clear();
       comm_generation_ = begin_.comm_generation;
     }
@@ -411,7 +414,8 @@ void WeightReceiver::ready() {
   phase_ = "buckets";
   wait_ = std::make_unique<Wait>(timeout_, [this] { tick(); });
   waiting_since_ = Clock::now();
-  if (begin_.streaming != 0) planner_ = std::make_unique<BucketPlanner>(std::max<std::uint64_t>(begin_.bucket_bytes, 1));
+  if (begin_.streaming != 0)
+    planner_ = std::make_unique<BucketPlanner>(std::max<std::uint64_t>(begin_.bucket_bytes, 1));
   phases_.wait += seconds_since(start);
 }
 
@@ -444,8 +448,9 @@ std::optional<BucketHeader> WeightReceiver::await_bucket() {
     time_out(concat("send bucket ", next_bucket_));
   }
   if (header.index != next_bucket_ || header.used_bytes > slot_->capacity) {
-    throw CommError(concat("bucket ", next_bucket_, " arrived as bucket ", header.index, " with ", header.used_bytes, " bytes"),
-                    identity_.source);
+    throw CommError(
+        concat("bucket ", next_bucket_, " arrived as bucket ", header.index, " with ", header.used_bytes, " bytes"),
+        identity_.source);
   }
   phases_.transfer += seconds_since(start);
   return header;
@@ -457,9 +462,10 @@ const BucketLayout& WeightReceiver::understand(const BucketHeader& header) {
   if (begin_.streaming == 0) {
     const BucketLayout& layout = plan_->buckets.buckets[next_bucket_];
     if (layout.used_bytes != header.used_bytes || layout.tensors_end != header.tensors_end) {
-      throw CommError(concat("bucket ", next_bucket_, ": the source's plan has ", header.used_bytes, " bytes up to tensor ",
-                             header.tensors_end, ", ours ", layout.used_bytes, " and ", layout.tensors_end),
-                      identity_.source);
+      throw CommError(
+          concat("bucket ", next_bucket_, ": the source's plan has ", header.used_bytes, " bytes up to tensor ",
+                 header.tensors_end, ", ours ", layout.used_bytes, " and ", layout.tensors_end),
+          identity_.source);
     }
     return layout;
   }
@@ -476,16 +482,17 @@ const BucketLayout& WeightReceiver::understand(const BucketHeader& header) {
   }
   if (next_bucket_ >= planner_->buckets().size()) {
     if (!flags.last || header.used_bytes != 0) {
-      throw CommError(concat("bucket ", next_bucket_, " is not in the plan of the entries that arrived"), identity_.source);
+      throw CommError(concat("bucket ", next_bucket_, " is not in the plan of the entries that arrived"),
+                      identity_.source);
     }
     return kEmpty;
   }
   const BucketLayout& layout = planner_->buckets()[next_bucket_];
   if (layout.used_bytes != header.used_bytes || layout.tensors_end != header.tensors_end) {
-    throw CommError(concat("bucket ", next_bucket_, ": the source packed ", header.used_bytes, " bytes up to tensor ",
-                           header.tensors_end, ", the entries that arrived give ", layout.used_bytes, " and ",
-                           layout.tensors_end),
-                    identity_.source);
+    throw CommError(
+        concat("bucket ", next_bucket_, ": the source packed ", header.used_bytes, " bytes up to tensor ",
+               header.tensors_end, ", the entries that arrived give ", layout.used_bytes, " and ", layout.tensors_end),
+        identity_.source);
   }
   return layout;
 }
@@ -493,10 +500,11 @@ const BucketLayout& WeightReceiver::understand(const BucketHeader& header) {
 void WeightReceiver::verify(const BucketHeader& header, const Checksum& sum) const {
   if (begin_.verify == 0 || sum == header.checksum) return;
   const auto hex = [](const Checksum& c) { return concat(std::hex, c.product, "/", c.sum); };
-  throw ChecksumError(concat("rank ", identity_.rank, ", bucket ", next_bucket_, " (", header.used_bytes,
-                             " bytes): checksum ", hex(sum), " here, ", hex(header.checksum), " at rank ", identity_.source,
-                             "; the bytes changed on the way, do not use these weights and sync again"),
-                      identity_.rank);
+  throw ChecksumError(
+      concat("rank ", identity_.rank, ", bucket ", next_bucket_, " (", header.used_bytes, " bytes): checksum ",
+             hex(sum), " here, ", hex(header.checksum), " at rank ", identity_.source,
+             "; the bytes changed on the way, do not use these weights and sync again"),
+      identity_.rank);
 }
 
 void WeightReceiver::end_stream() {
@@ -658,7 +666,8 @@ void WeightReceiver::close(bool exiting) noexcept {
   const std::string_view why = exiting ? "exit" : "close";
   try {
     if (active_) {
-      fail(ErrorKind::kPeerFailed, identity_.rank, concat("rank ", identity_.rank, " closed its session during the sync"));
+      fail(ErrorKind::kPeerFailed, identity_.rank,
+           concat("rank ", identity_.rank, " closed its session during the sync"));
     }
     if (link_) link_->send(FrameType::kBye, 0, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
   } catch (...) {  // the source sees the connection end

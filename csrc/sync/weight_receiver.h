@@ -143,13 +143,13 @@ class WeightReceiver {
   std::unique_ptr<Link> link_;
   std::optional<Error> lost_;
   std::optional<Error> failure_;
-  std::deque<Error> missed_;     // failed syncs that the next calls belong to, oldest first
+  std::deque<Error> missed_;  // failed syncs that the next calls belong to, oldest first
   bool source_closed_ = false;
   bool welcomed_ = false;
 
-  std::uint64_t call_ = 0;        // this rank's calls on this link
-  std::uint64_t sync_ = 0;        // current (or last) sync number
-  std::uint64_t last_sync_ = 0;   // newest sync number heard of
+  std::uint64_t call_ = 0;           // this rank's calls on this link
+  std::uint64_t sync_ = 0;           // current (or last) sync number
+  std::uint64_t last_sync_ = 0;      // newest sync number heard of
   std::uint64_t unpaired_call_ = 0;  // the last call that failed here before it learned which sync it belonged to
   bool active_ = false;
   bool joined_ = false;
@@ -165,13 +165,13 @@ class WeightReceiver {
   Clock::time_point last_said_{};
   Clock::time_point last_tick_{};
   const char* phase_ = "idle";
-  int stalled_rank_ = -1;         // whom the source waits for
+  int stalled_rank_ = -1;  // whom the source waits for
   Clock::time_point stalled_at_{};
 
   Begin begin_;
   std::shared_ptr<const SyncPlan> plan_;
   bool held_plan_ = false;
-  Manifest grown_;                // the manifest while it arrives
+  Manifest grown_;  // the manifest while it arrives
   std::size_t expected_entries_ = 0;
   PlanCache plans_;
 

@@ -3,8 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <unordered_set>
 #include <cmath>
+#include <unordered_set>
 
 #include "comm/shm/shm_communicator.h"
 
@@ -143,9 +143,9 @@ bool WeightSender::greet(Greeting& greeting) {
     return true;
   };
   if (hello.protocol != kProtocolVersion) {
-    const std::string why =
-        concat("rank ", identity_.rank, " speaks fastsync protocol ", kProtocolVersion, " (fastsync ",
-               identity_.library_version, "), a peer speaks protocol ", hello.protocol, "; install one version everywhere");
+    const std::string why = concat("rank ", identity_.rank, " speaks fastsync protocol ", kProtocolVersion,
+                                   " (fastsync ", identity_.library_version, "), a peer speaks protocol ",
+                                   hello.protocol, "; install one version everywhere");
     note_failure(ErrorKind::kComm, identity_.rank, why);
     return reject(ErrorKind::kComm, why);
   }
@@ -163,8 +163,8 @@ bool WeightSender::greet(Greeting& greeting) {
   if (peer.link && !peer.said_bye && !peer.link->gone()) drain_peer(peer);  // its goodbye may be unread
   if (peer.link && !peer.said_bye && !peer.link->gone()) {
     return reject(ErrorKind::kInvalidArgument,
-                  concat("rank ", hello.rank, " is already connected from process ", peer.link->peer_pid(), "; process ",
-                         hello.pid, " claims the same rank: give every process its own"));
+                  concat("rank ", hello.rank, " is already connected from process ", peer.link->peer_pid(),
+                         "; process ", hello.pid, " claims the same rank: give every process its own"));
   }
   if (link.is_unix()) link.watch_process();
   const bool untold = peer.untold;
@@ -199,7 +199,8 @@ void WeightSender::drain_peer(Peer& peer) {
       frame = peer.link->receive();
     } catch (const Error& error) {
       peer.link->close();
-      note_failure(ErrorKind::kComm, peer.rank, concat("rank ", peer.rank, " sent bytes that are not ours: ", error.what()));
+      note_failure(ErrorKind::kComm, peer.rank,
+                   concat("rank ", peer.rank, " sent bytes that are not ours: ", error.what()));
       return;
     }
     if (!frame) break;
@@ -304,12 +305,12 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
                       peer.rank);
       } else if (active_ && peer.joined) {
         // Its call was of this sync: it has missed none, and its next session starts afresh.
-        note_failure(ErrorKind::kPeerFailed, peer.rank, concat("rank ", peer.rank, " closed its session during the sync"));
+        note_failure(ErrorKind::kPeerFailed, peer.rank,
+                     concat("rank ", peer.rank, " closed its session during the sync"));
       }
       return;
     }
-    default:
-      throw CommError(concat("unexpected control frame of type ", static_cast<int>(frame.type)));
+    default: throw CommError(concat("unexpected control frame of type ", static_cast<int>(frame.type)));
   }
 }
 
@@ -371,9 +372,10 @@ std::string WeightSender::where() const {
 void WeightSender::time_out(int rank, const std::string& doing) {
   throw_if_failed();  // the timeout that ended the wait may be one that a receiver reported
   std::string who = rank >= 0 ? concat("rank ", rank) : "a receiver";
-  throw TimeoutError(concat("sync ", sync_, ", phase '", phase_, "': ", who, " did not ", doing, " within ",
-                            as_seconds(timeout_), " s; it is stopped, stuck or not in its call (raise timeout_s if it is only slow)"),
-                     rank);
+  throw TimeoutError(
+      concat("sync ", sync_, ", phase '", phase_, "': ", who, " did not ", doing, " within ", as_seconds(timeout_),
+             " s; it is stopped, stuck or not in its call (raise timeout_s if it is only slow)"),
+      rank);
 }
 
 void WeightSender::wait_for(const char* what, const std::function<bool(const Peer&)>& satisfied) {
@@ -393,8 +395,8 @@ void WeightSender::wait_for(const char* what, const std::function<bool(const Pee
       waiting_since_ = Clock::now();
     }
     if (wait.expired()) {
-      throw TimeoutError(concat("sync ", sync_, ", phase '", phase_, "': ", list_ranks(missing), " did not ", what, " within ",
-                                as_seconds(timeout_),
+      throw TimeoutError(concat("sync ", sync_, ", phase '", phase_, "': ", list_ranks(missing), " did not ", what,
+                                " within ", as_seconds(timeout_),
                                 " s; stopped, stuck or not in the call (every rank of the group must call; raise "
                                 "timeout_s if it is only slow)"),
                          missing.front());
@@ -455,8 +457,8 @@ std::string WeightSender::join(const std::string& asked, const std::vector<std::
     const std::string& theirs = peer.join.transport;
     if (theirs == "auto" || theirs == named) continue;
     if (named != "auto") {
-      throw InvalidArgument(concat("rank ", named_by, " asks for transport '", named, "', rank ", rank, " for '", theirs,
-                                   "'; name one transport on every rank (or 'auto')"),
+      throw InvalidArgument(concat("rank ", named_by, " asks for transport '", named, "', rank ", rank, " for '",
+                                   theirs, "'; name one transport on every rank (or 'auto')"),
                             rank);
     }
     named = theirs;
@@ -467,7 +469,8 @@ std::string WeightSender::join(const std::string& asked, const std::vector<std::
     if (peer.host != identity_.host) remote = concat("rank ", rank, " is on another host than rank ", identity_.rank);
   }
   const auto usable = [&](const std::string& name) {
-    return std::find(candidates.begin(), candidates.end(), name) != candidates.end() && (name != "shm" || remote.empty());
+    return std::find(candidates.begin(), candidates.end(), name) != candidates.end() &&
+           (name != "shm" || remote.empty());
   };
   if (named == "auto") {
     for (const auto& name : candidates) {
@@ -481,8 +484,8 @@ std::string WeightSender::join(const std::string& asked, const std::vector<std::
                            "; use 'gloo'"));
   }
   if (!usable(named)) {
-    throw CommError(concat("transport '", named, "', asked for by rank ", named_by, ", is unavailable on rank ", identity_.rank,
-                           "; fastsync.transports() says why"));
+    throw CommError(concat("transport '", named, "', asked for by rank ", named_by, ", is unavailable on rank ",
+                           identity_.rank, "; fastsync.transports() says why"));
   }
   return transport_ = named;
 }
@@ -494,7 +497,8 @@ void WeightSender::drop_data_plane() noexcept {
 
 void WeightSender::prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers) {
   needs_external_ = false;
-  bool stale = !comm_ || comm_transport_ != transport_ || comm_->bucket_bytes() != bucket_bytes || comm_buffers_ != buffers;
+  bool stale =
+      !comm_ || comm_transport_ != transport_ || comm_->bucket_bytes() != bucket_bytes || comm_buffers_ != buffers;
   if (transport_ == "shm") {
     if (stale) {
       drop_data_plane();  // the old buckets first: never two sets at once
@@ -521,8 +525,8 @@ void WeightSender::prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t 
 }
 
 void WeightSender::attach_external(ExternalOps ops) {
-  comm_ = std::make_unique<ExternalCommunicator>(ExternalCommunicator::Role::kSource, "gloo", comm_buffers_, bucket_bytes_,
-                                                 std::move(ops), *headers_, identity_.rank);
+  comm_ = std::make_unique<ExternalCommunicator>(ExternalCommunicator::Role::kSource, "gloo", comm_buffers_,
+                                                 bucket_bytes_, std::move(ops), *headers_, identity_.rank);
   comm_transport_ = transport_;
   comm_->reset(sync_);
   needs_external_ = false;
@@ -562,7 +566,8 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
     begin.nbytes = plan_->manifest.nbytes();
   }
   begin.asked_bytes = std::max<std::uint64_t>(options.bucket_bytes, 1);
-  begin.bucket_bytes = streaming ? align_up(std::max<std::uint64_t>(options.bucket_bytes, 1)) : plan_->buckets.bucket_bytes;
+  begin.bucket_bytes =
+      streaming ? align_up(std::max<std::uint64_t>(options.bucket_bytes, 1)) : plan_->buckets.bucket_bytes;
   bucket_bytes_ = begin.bucket_bytes;
   const bool has_data = !peers_.empty() && (streaming || !plan_->buckets.buckets.empty());
   if (has_data) {
@@ -655,8 +660,8 @@ void WeightSender::send_plan(std::span<const TensorView> views) {
     if (t0 - last_tick_ > kPollInterval) tick();
     waiting_since_ = t0;
     wait_->progress();
-    const BucketSlot slot = with_deadline(
-        [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
+    const BucketSlot slot =
+        with_deadline([&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
     const auto t1 = Clock::now();
     const auto part = fragments.subspan(layout.first_fragment, layout.fragment_count);
     BucketHeader header;
@@ -664,7 +669,8 @@ void WeightSender::send_plan(std::span<const TensorView> views) {
     header.used_bytes = layout.used_bytes;
     header.tensors_end = layout.tensors_end;
     header.checksum = pack(slot.data, part, views, options_.verify);
-    header.flags = BucketFlags{static_cast<std::uint32_t>(plan_->manifest.size()), false, b + 1 == plan.buckets.size()}.encode();
+    header.flags =
+        BucketFlags{static_cast<std::uint32_t>(plan_->manifest.size()), false, b + 1 == plan.buckets.size()}.encode();
     const auto t2 = Clock::now();
     wait_->progress();
     comm_->send(slot, header, *wait_);
@@ -709,8 +715,9 @@ void WeightSender::close_bucket(bool last) {
   if (!peers_.empty()) {
     waiting_since_ = Clock::now();
     wait_->progress();  // the generator may have taken its time
-    if (!slot_) slot_ = with_deadline(
-        [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
+    if (!slot_)
+      slot_ =
+          with_deadline([&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
     header.checksum = slot_sum_;
     header.flags = BucketFlags{static_cast<std::uint32_t>(planner_->tensors()), deviated_, last}.encode();
     const auto start = Clock::now();
@@ -755,8 +762,9 @@ void WeightSender::stream_fragments(const TensorView& view, std::size_t first_fr
   std::size_t next = first_fragment;
   for (;;) {
     const bool closing = closed_ < planner_->buckets().size();
-    const std::size_t end = closing ? planner_->buckets()[closed_].first_fragment + planner_->buckets()[closed_].fragment_count
-                                    : fragments.size();
+    const std::size_t end =
+        closing ? planner_->buckets()[closed_].first_fragment + planner_->buckets()[closed_].fragment_count
+                : fragments.size();
     for (; next < end; ++next) {
       if (!peers_.empty()) {
         const auto t0 = Clock::now();
@@ -764,8 +772,8 @@ void WeightSender::stream_fragments(const TensorView& view, std::size_t first_fr
           waiting_since_ = t0;
           wait_->progress();
           if (t0 - last_tick_ > kPollInterval) tick();
-          slot_ = with_deadline(
-              [&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
+          slot_ = with_deadline([&] { return comm_->acquire(*wait_); },
+                                [&](int) { time_out(slowest(), "take its buckets"); });
         }
         const auto t1 = Clock::now();
         slot_sum_ += pack_fragment(slot_->data, fragments[next], view, options_.verify);
@@ -881,7 +889,9 @@ void WeightSender::close(bool exiting) noexcept {
   }
   const std::string_view why = exiting ? "exit" : "close";
   try {
-    if (active_) fail(ErrorKind::kPeerFailed, identity_.rank, concat("rank ", identity_.rank, " closed its session during the sync"));
+    if (active_)
+      fail(ErrorKind::kPeerFailed, identity_.rank,
+           concat("rank ", identity_.rank, " closed its session during the sync"));
     for (auto& [rank, peer] : peers_) {
       if (!peer.link) continue;
       peer.link->send(FrameType::kBye, sync_, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
@@ -897,7 +907,8 @@ void WeightSender::close(bool exiting) noexcept {
       auto fd = accept_one(listener->get());
       if (!fd) break;
       try {
-        Link(std::move(*fd)).send(FrameType::kBye, sync_, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
+        Link(std::move(*fd))
+            .send(FrameType::kBye, sync_, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
       } catch (...) {  // it sees the connection end
       }
     }

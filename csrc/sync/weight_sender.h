@@ -106,14 +106,14 @@ class WeightSender {
     bool joined = false;
     bool ready = false;
     bool done = false;
-    bool parked = false;               // read no more of its frames in this sync
-    bool skip_call = false;            // its current call belongs to a sync that already failed
+    bool parked = false;                // read no more of its frames in this sync
+    bool skip_call = false;             // its current call belongs to a sync that already failed
     std::vector<std::uint64_t> missed;  // failed syncs that it had not joined and has not heard of yet, oldest first
-    bool untold = false;               // that failure could not even be sent: it had no connection
-    Clock::time_point heard{};         // when it last said that it waits for data
-    std::uint64_t released = 0;        // buckets it has released, where the data plane does not say
+    bool untold = false;                // that failure could not even be sent: it had no connection
+    Clock::time_point heard{};          // when it last said that it waits for data
+    std::uint64_t released = 0;         // buckets it has released, where the data plane does not say
     Join join;
-    std::optional<Frame> deferred;     // a frame of its next call
+    std::optional<Frame> deferred;  // a frame of its next call
   };
   struct Greeting {
     std::unique_ptr<Link> link;
@@ -186,13 +186,13 @@ class WeightSender {
   // streaming
   bool streaming_ = false;
   bool deviated_ = false;
-  std::size_t count_ = 0;            // items pushed
-  std::size_t entries_sent_ = 0;     // manifest entries that receivers hold
+  std::size_t count_ = 0;         // items pushed
+  std::size_t entries_sent_ = 0;  // manifest entries that receivers hold
   Manifest grown_;
   std::unique_ptr<BucketPlanner> planner_;
-  std::optional<BucketSlot> slot_;   // the open bucket
+  std::optional<BucketSlot> slot_;  // the open bucket
   Checksum slot_sum_;
-  std::size_t closed_ = 0;           // buckets of the planner that were sent
+  std::size_t closed_ = 0;  // buckets of the planner that were sent
 };
 
 }  // namespace fastsync

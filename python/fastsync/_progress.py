@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import InvalidArgument
 
-__all__ = ["check_progress", "Display"]
+__all__ = ["Display", "check_progress"]
 
 
 def check_progress(progress: object) -> bool:

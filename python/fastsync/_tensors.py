@@ -99,7 +99,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def _configure_core() -> None:
-    plain = [torch.Tensor, torch.nn.Parameter]
+    plain: list[type] = [torch.Tensor, torch.nn.Parameter]
     buffer = getattr(torch.nn, "Buffer", None)
     if isinstance(buffer, type):
         plain.append(buffer)
@@ -107,9 +107,7 @@ def _configure_core() -> None:
     examples = [torch.empty((n, n), device="cpu") for n in (1, 2, 3)]
     examples += [torch.nn.Parameter(examples[1]), examples[2][1:]]
     with contextlib.suppress(AttributeError):  # a torch that does not say: refreshing a plan is then slower
-        _core.learn_layout(
-            examples, [t._cdata for t in examples], [t.untyped_storage()._cdata for t in examples]
-        )
+        _core.learn_layout(examples, [t._cdata for t in examples], [t.untyped_storage()._cdata for t in examples])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some dtypes warn that they are experimental
         # Those that everybody uses first: where DLPack does not tell two apart, the first is recognised fast.
@@ -170,7 +168,11 @@ def _describe_torch(t: torch.Tensor, name: str, rank: int, destination: bool) ->
     if neg and not destination and not (is_complex or t.is_floating_point()):
         return _describe_torch(t.resolve_neg(), name, rank, destination)  # no sign bit to flip on the way
     if destination and (conj or neg):
-        raise _refuse(rank, name, "is a lazily conjugated or negated view; a destination must own its bytes (.resolve_conj().resolve_neg())")
+        raise _refuse(
+            rank,
+            name,
+            "is a lazily conjugated or negated view; a destination must own its bytes (.resolve_conj().resolve_neg())",
+        )
     itemsize = t.element_size()
     return Description(
         str(t.dtype).removeprefix("torch."),
@@ -190,7 +192,9 @@ def _describe_array(obj: Any, interface: Mapping[str, Any], name: str, rank: int
     order, kind = typestr[:1], typestr[1:]
     size = int(kind[1:]) if kind[1:].isdigit() else 0
     if order == ">" and size > 1:
-        raise _refuse(rank, name, f"is big-endian ('{typestr}'); convert it: array.astype(array.dtype.newbyteorder('='))")
+        raise _refuse(
+            rank, name, f"is big-endian ('{typestr}'); convert it: array.astype(array.dtype.newbyteorder('='))"
+        )
     dtype_name = getattr(getattr(obj, "dtype", None), "name", None)
     dtype = _NUMPY_NAMES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
@@ -231,7 +235,11 @@ def describe(obj: Any, name: str, rank: int, *, destination: bool) -> Descriptio
     if isinstance(obj, torch.Tensor):
         return _describe_torch(obj, name, rank, destination)
     if getattr(type(obj), "__cuda_array_interface__", None) is not None:
-        raise _refuse(rank, name, "is in device memory; the transports of this version carry host memory (see fastsync.transports())")
+        raise _refuse(
+            rank,
+            name,
+            "is in device memory; the transports of this version carry host memory (see fastsync.transports())",
+        )
     if isinstance(obj, (bool, int, float, complex, str, bytes, list, tuple, dict, type(None))):
         raise _refuse(rank, name, f"is a {type(obj).__name__}, not a tensor; pass a torch tensor or an array")
     interface = getattr(obj, "__array_interface__", None)
@@ -240,14 +248,20 @@ def describe(obj: Any, name: str, rank: int, *, destination: bool) -> Descriptio
     if hasattr(obj, "__dlpack__"):
         device = getattr(obj, "__dlpack_device__", None)
         if device is not None and int(device()[0]) not in (1, 3):
-            raise _refuse(rank, name, "is in device memory; the transports of this version carry host memory (see fastsync.transports())")
+            raise _refuse(
+                rank,
+                name,
+                "is in device memory; the transports of this version carry host memory (see fastsync.transports())",
+            )
         try:
             imported = torch.from_dlpack(obj)
         except (RuntimeError, TypeError, BufferError, ValueError, AttributeError) as error:
             raise _refuse(rank, name, f"({type(obj).__name__}) could not be taken through DLPack: {error}") from None
         return _describe_torch(imported, name, rank, destination)
     raise _refuse(
-        rank, name, f"is a {type(obj).__name__}, not a tensor: torch tensors, and objects with DLPack or an array interface, are"
+        rank,
+        name,
+        f"is a {type(obj).__name__}, not a tensor: torch tensors, and objects with DLPack or an array interface, are",
     )
 
 

@@ -44,7 +44,7 @@ def bounded(
     def run() -> None:
         try:
             outcome.append(work(cancelled))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+        except BaseException as error:
             failure.append(error)
         finally:
             done.set()

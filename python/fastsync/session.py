@@ -62,7 +62,9 @@ class _Refused:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, InvalidArgument):
             error.refused = True  # type: ignore[attr-defined]
 
@@ -149,7 +151,9 @@ class WeightSync:
     def __enter__(self) -> WeightSync:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -184,7 +188,9 @@ class WeightSync:
         """
         self._check_usable()
         if self._rank != self._src:
-            raise StateError(f"broadcast() is called on rank {self._src} (src), this is rank {self._rank}: call receive()")
+            raise StateError(
+                f"broadcast() is called on rank {self._src} (src), this is rank {self._rank}: call receive()"
+            )
         channel = self._channel
         channel.acquire(self._timeout_s)
         try:
@@ -209,7 +215,7 @@ class WeightSync:
                         self._table.find_ties()
                         self._plan_current = self._plan_current and not self._table.changed
                     plan_s = time.perf_counter() - started
-            except BaseException as error:  # noqa: BLE001 - every rank is told, then it is raised
+            except BaseException as error:
                 problem = error
             try:
                 channel.connect(Deadline(self._timeout_s))
@@ -235,9 +241,7 @@ class WeightSync:
                 plan_s += time.perf_counter() - mark
                 held = sender.begin(number, asked, self._buffers, self._verify, self._strict, plan, streaming)
                 if sender.needs_external:
-                    sender.attach_external(
-                        channel.make_driver(sender.comm_generation, self._timeout_s, sender.check)
-                    )
+                    sender.attach_external(channel.make_driver(sender.comm_generation, self._timeout_s, sender.check))
                 display.start(None if plan is None else plan.nbytes, lambda: sender.bytes_sent)
                 if streaming:
                     self._push_all(sender, params)
@@ -291,7 +295,15 @@ class WeightSync:
                 if not sender.push_plain(name, tensor):
                     d = describe(tensor, name, self._rank, destination=False)
                     sender.push(
-                        name, d.dtype, d.shape, d.byte_strides, d.itemsize, d.address, d.flip_real, d.flip_imag, d.is_complex
+                        name,
+                        d.dtype,
+                        d.shape,
+                        d.byte_strides,
+                        d.itemsize,
+                        d.address,
+                        d.flip_real,
+                        d.flip_imag,
+                        d.is_complex,
                     )
             del item, tensor
             index += 1
@@ -306,12 +318,15 @@ class WeightSync:
         last = self.version
         if version is None:
             if last is not None and last + 1 >= 1 << 63:
-                raise InvalidArgument(f"rank {self._rank}: version {last} was the last one possible; make a new session", self._rank)
+                raise InvalidArgument(
+                    f"rank {self._rank}: version {last} was the last one possible; make a new session", self._rank
+                )
             return 1 if last is None else last + 1
         number = _check_int("version", version, 0, (1 << 63) - 1, "(a version number)")
         if last is not None and number <= last:
             raise InvalidArgument(
-                f"rank {self._rank}: version is {number}, but {last} is already committed; versions only grow", self._rank
+                f"rank {self._rank}: version is {number}, but {last} is already committed; versions only grow",
+                self._rank,
             )
         return number
 
@@ -373,7 +388,9 @@ class WeightSync:
         """
         self._check_usable()
         if self._rank == self._src:
-            raise StateError(f"receive() is for the other ranks; this is rank {self._rank}, the source: call broadcast()")
+            raise StateError(
+                f"receive() is for the other ranks; this is rank {self._rank}, the source: call broadcast()"
+            )
         if (into is None) == (load is None):
             raise InvalidArgument("receive() takes either destinations (into=) or a loader (load=)")
         if load is not None and not callable(load):
@@ -394,7 +411,9 @@ class WeightSync:
         """
         self._check_usable()
         if self._rank == self._src:
-            raise StateError(f"stream() is for the other ranks; this is rank {self._rank}, the source: call broadcast()")
+            raise StateError(
+                f"stream() is for the other ranks; this is rank {self._rank}, the source: call broadcast()"
+            )
         return self._stream(_check_bool("borrow", borrow))
 
     def _receive_into(self, channel: Channel, into: Any) -> SyncReport:
@@ -410,7 +429,7 @@ class WeightSync:
                     )
                 keep = self._refresh(*snapshot(into, self._rank), destination=True)
                 self._table.check_destinations()
-        except BaseException as error:  # noqa: BLE001 - every rank is told, then it is raised
+        except BaseException as error:
             problem = error
         plan_s = time.perf_counter() - started
         with self._receiving(channel, problem) as (receiver, begin):
@@ -569,7 +588,9 @@ class WeightSync:
             for index in range(first, last):
                 name, dtype, shape, _ = receiver.entry(index)
                 tensor = whole.pop(index, None)
-                items.append((name, torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu") if tensor is None else tensor))
+                items.append(
+                    (name, torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu") if tensor is None else tensor)
+                )
             delivered = last
             del raw
             if items:
@@ -619,7 +640,9 @@ class WeightSync:
             raise StateError("this session is closed; make a new WeightSync")
         if self._channel.closed:
             # Closed with its process group, or by fastsync.close(): a session outlives neither.
-            raise StateError("the process group of this session is gone, or fastsync.close() was called; make a new WeightSync")
+            raise StateError(
+                "the process group of this session is gone, or fastsync.close() was called; make a new WeightSync"
+            )
 
     def _settle(self, error: BaseException, check: Callable[[], None] | None) -> BaseException:
         """Where the data plane broke, the control plane may know better why: who died, or who failed."""
@@ -635,7 +658,7 @@ class WeightSync:
                 if isinstance(better, PeerLost):
                     self._channel.lost = better
                 return better
-            except BaseException as interrupt:  # noqa: BLE001 - a signal: that is then the error
+            except BaseException as interrupt:
                 return interrupt
             threading.Event().wait(0.01)
         return error
@@ -653,7 +676,7 @@ class WeightSync:
             kind, rank = PeerFailed.kind, self._rank
             try:
                 text = str(error)
-            except Exception:  # noqa: BLE001 - a broken __str__ must not hide the error
+            except Exception:
                 text = "(its text could not be made)"
             text = text or (self._user_message if isinstance(error, GeneratorExit) else "")
             message = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -703,7 +726,8 @@ def _check_name(name: object, index: int, rank: int) -> None:
             valid = False
     if not valid:
         raise InvalidArgument(
-            f"rank {rank}: the name of tensor number {index} is {name!r}, not a valid str (UTF-8 without lone surrogates)", rank
+            f"rank {rank}: the name of tensor number {index} is {name!r}, not a valid str (UTF-8 without lone surrogates)",
+            rank,
         )
 
 

@@ -96,9 +96,7 @@ def test_numpy_destinations_are_written_through_their_strides(rank: Rank, transp
 @pytest.mark.parametrize("wrapper", [ArrayInterfaceOnly, DLPackOnly])
 @each_transport
 @spmd(2)
-def test_objects_with_only_an_interface_are_sources_and_destinations(
-    rank: Rank, transport: str, wrapper: type
-) -> None:
+def test_objects_with_only_an_interface_are_sources_and_destinations(rank: Rank, transport: str, wrapper: type) -> None:
     def wrap(tensor: torch.Tensor) -> Any:
         return wrapper(tensor.numpy() if wrapper is ArrayInterfaceOnly else tensor)
 

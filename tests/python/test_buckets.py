@@ -26,9 +26,7 @@ def mixed() -> dict[str, torch.Tensor]:
         "e": (torch.bool, 7),
         "f": (torch.int64, 1),
     }
-    return {
-        name: random_tensor((count,), dtype, i) for i, (name, (dtype, count)) in enumerate(shapes.items())
-    }
+    return {name: random_tensor((count,), dtype, i) for i, (name, (dtype, count)) in enumerate(shapes.items())}
 
 
 @each_transport

@@ -30,9 +30,7 @@ def weights() -> dict[str, torch.Tensor]:
 @each_mode
 @pytest.mark.parametrize("bucket_bytes", [TIB, 2**50, 2**62])
 @spmd(2)
-def test_bucket_of_a_tebibyte_is_cut_down_to_the_plan(
-    rank: Rank, transport: str, mode: str, bucket_bytes: int
-) -> None:
+def test_bucket_of_a_tebibyte_is_cut_down_to_the_plan(rank: Rank, transport: str, mode: str, bucket_bytes: int) -> None:
     report = exchange(rank, weights(), bucket_bytes=bucket_bytes, transport=transport, mode=mode)
     assert report.bucket_bytes < 2**20 and report.peak_staging_bytes < 2**21
 

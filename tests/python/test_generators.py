@@ -206,9 +206,7 @@ def shapes(*sizes: int) -> dict[str, torch.Tensor]:
 @each_transport
 @each_mode
 @spmd(2)
-def test_generator_is_replayed_from_the_second_sync_with_fresh_tensors(
-    rank: Rank, transport: str, mode: str
-) -> None:
+def test_generator_is_replayed_from_the_second_sync_with_fresh_tensors(rank: Rank, transport: str, mode: str) -> None:
     with session(transport=transport, bucket_bytes=1024) as sync:
         for step in range(4):
             params = {name: tensor + step for name, tensor in shapes(10, 500, 20, 3, 700, 0).items()}

@@ -229,9 +229,9 @@ def test_kill_and_rejoin_rounds_keep_the_survivor_flat(pool: Pool) -> None:
     for transport in ("shm", "gloo"):
         group = pool.group(3, fresh=True)
         baseline = None
-        for round_ in range(10):
+        for round_ in range(12):
             group.run(one_good, transport)
-            if round_ == 3:
+            if round_ == 6:
                 baseline = group.run(held)[1]
             victim = (0, 2)[round_ % 2]
             running = group.start(dies_in_second_bucket, transport, victim)

@@ -49,7 +49,14 @@ import pytest
 DEFAULT_LIMIT_S = 60.0
 _STEP_LIMIT_S = 30.0  # one wait inside a rank: a barrier, a value of another rank
 # Loaded once, in the server that ranks are forked from.
-_PRELOAD = ["torch", "torch.distributed.tensor", "torch.nested._internal.nested_tensor", "torch._dynamo", "numpy", "pytest"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.nested._internal.nested_tensor",
+    "torch._dynamo",
+    "numpy",
+    "pytest",
+]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -288,9 +288,7 @@ TEST(CutMessage, NeverHalvesACharacter) {
   }
 }
 
-TEST(CutMessage, EndsForBytesThatAreNoText) {
-  EXPECT_EQ(cut_message(std::string(10'000, '\x80')), "...");
-}
+TEST(CutMessage, EndsForBytesThatAreNoText) { EXPECT_EQ(cut_message(std::string(10'000, '\x80')), "..."); }
 
 // --- anything at all ------------------------------------------------------------------------------------------------
 
@@ -363,7 +361,8 @@ TEST(Payloads, RefuseToBeCutShortAnywhere) {
     for (std::size_t n = 0; n < decoder.good.size(); ++n) {
       const Bytes cut(decoder.good.begin(), decoder.good.begin() + static_cast<std::ptrdiff_t>(n));
       // A list may end behind any name: it travels in pieces.
-      const bool whole_names = std::string_view(decoder.name) == "ReadyLists" && (n == 0 || n == 6 || n == 13 || n == 21);
+      const bool whole_names =
+          std::string_view(decoder.name) == "ReadyLists" && (n == 0 || n == 6 || n == 13 || n == 21);
       EXPECT_EQ(feed(decoder, cut), whole_names) << decoder.name << " cut to " << n << " bytes";
     }
   }

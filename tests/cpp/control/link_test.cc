@@ -421,7 +421,8 @@ TEST(Link, DeliversEverythingThatADeadProcessSent) {
     Link link(std::move(*socket));
     const std::array<int, 2> passed{0, 1};
     for (std::uint64_t i = 0; i < kFrames; ++i) {
-      link.send(FrameType::kDescriptors, i, 0, pattern(100, i), i % 2 == 0 ? std::span<const int>(passed) : std::span<const int>());
+      link.send(FrameType::kDescriptors, i, 0, pattern(100, i),
+                i % 2 == 0 ? std::span<const int>(passed) : std::span<const int>());
     }
   });
   const auto link = accept_within(listener.get());

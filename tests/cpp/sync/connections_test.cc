@@ -91,12 +91,14 @@ TEST(Stranger, WithAnotherSourceOrGroupIsRefused) {
     Hello hello = hello_of(receiver_rank(0), 1);
     hello.source = 0;
     link.send(FrameType::kHello, 0, 0, encode(hello));
-    expect_refused(next_frame(link), ErrorKind::kInvalidArgument, "rank 20 expects source 0 in a group of 2 ranks; this is rank 10");
+    expect_refused(next_frame(link), ErrorKind::kInvalidArgument,
+                   "rank 20 expects source 0 in a group of 2 ranks; this is rank 10");
   });
   expect_undisturbed([](WeightSender& sender) {
     Link link = dial(sender);
     link.send(FrameType::kHello, 0, 0, encode(hello_of(receiver_rank(0), 7)));
-    expect_refused(next_frame(link), ErrorKind::kInvalidArgument, "in a group of 8 ranks; this is rank 10 in a group of 2");
+    expect_refused(next_frame(link), ErrorKind::kInvalidArgument,
+                   "in a group of 8 ranks; this is rank 10 in a group of 2");
   });
 }
 
@@ -254,7 +256,8 @@ TEST(Connections, ASecondProcessOfTheSameRankIsRefusedAndSaysSo) {
   auto into = Destinations::like(weights);
   auto twin_into = Destinations::like(weights);
   auto sent = group.start_source({.weights = &weights});
-  const Outcome refused = get(std::async(std::launch::async, [&] { return run_receiver(twin, 0, nullptr, {.into = &twin_into}); }));
+  const Outcome refused =
+      get(std::async(std::launch::async, [&] { return run_receiver(twin, 0, nullptr, {.into = &twin_into}); }));
   EXPECT_EQ(refused.kind, ErrorKind::kInvalidArgument) << refused;
   EXPECT_NE(refused.message.find("rank 20 is already connected"), std::string::npos) << refused;
   EXPECT_TRUE(get(group.start_receiver(0, {.into = &into})).ok);
@@ -475,7 +478,8 @@ TEST(BadReceiver, ThatSendsWhatIsNoFrameIsNamed) {
 }
 
 TEST(BadReceiver, ThatSendsAnotherSidesFrameIsNamed) {
-  for (const FrameType type : {FrameType::kBegin, FrameType::kGo, FrameType::kCommit, FrameType::kHello, FrameType::kBucket}) {
+  for (const FrameType type :
+       {FrameType::kBegin, FrameType::kGo, FrameType::kCommit, FrameType::kHello, FrameType::kBucket}) {
     expect_blamed(source_against([type](Link& link) {
                     EXPECT_EQ(next_frame(link)->type, FrameType::kWelcome);
                     link.send(type, 1, 0);
@@ -504,16 +508,18 @@ TEST(BadReceiver, ThatSendsABrokenPayloadIsNamed) {
 TEST(BadReceiver, ThatSendsRandomFramesEndsTheSyncAndNothingElse) {
   std::mt19937_64 random(5);
   for (int round = 0; round < 60; ++round) {
-    const Outcome outcome = source_against([&random](Link& link) {
-      link.send(FrameType::kJoin, 0, 0, encode(join_of(1)));
-      for (int i = 0; i < 20; ++i) {
-        std::vector<std::byte> payload(random() % 60);
-        for (std::byte& b : payload) b = static_cast<std::byte>(random() % 4);
-        const std::array<int, 1> passed{0};
-        link.send(static_cast<FrameType>(1 + random() % 18), random() % 3, random() % 4, payload,
-                  random() % 5 == 0 ? std::span<const int>(passed) : std::span<const int>());
-      }
-    }, 1s);
+    const Outcome outcome = source_against(
+        [&random](Link& link) {
+          link.send(FrameType::kJoin, 0, 0, encode(join_of(1)));
+          for (int i = 0; i < 20; ++i) {
+            std::vector<std::byte> payload(random() % 60);
+            for (std::byte& b : payload) b = static_cast<std::byte>(random() % 4);
+            const std::array<int, 1> passed{0};
+            link.send(static_cast<FrameType>(1 + random() % 18), random() % 3, random() % 4, payload,
+                      random() % 5 == 0 ? std::span<const int>(passed) : std::span<const int>());
+          }
+        },
+        1s);
     EXPECT_FALSE(outcome.ok);
     EXPECT_TRUE(outcome.kind) << outcome;
   }

@@ -73,10 +73,14 @@ TEST_P(RankFails, SourceAndEveryoneElseKnowsAtOnce) {
   Weights weights = some_weights(1);
   std::vector<Destinations> into(3, Destinations::like(weights));
   std::vector<std::future<Outcome>> got;
-  for (int i = 0; i < 3; ++i) got.push_back(group.start_receiver(i, {.into = &into[static_cast<std::size_t>(i)], .pull = i == 1}));
+  for (int i = 0; i < 3; ++i)
+    got.push_back(group.start_receiver(i, {.into = &into[static_cast<std::size_t>(i)], .pull = i == 1}));
   // kBound is a step of receivers only; the source then fails where it waits for them.
   SourceCall call{.weights = &weights, .streaming = true, .at = failing()};
-  if (step() == Step::kBound) call.at = [&, fails = failing()](Step at, std::size_t) { if (at == Step::kReady) fails(Step::kBound, 0); };
+  if (step() == Step::kBound)
+    call.at = [&, fails = failing()](Step at, std::size_t) {
+      if (at == Step::kReady) fails(Step::kBound, 0);
+    };
   EXPECT_TRUE(get(group.start_source(call)).user_error);
   for (auto& outcome : got) expect_told(get(std::move(outcome)), kSource);
   group.sync_again(6);
@@ -102,7 +106,8 @@ TEST_P(Faults, AMisfitIsKnownEverywhereBeforeAByteIsWritten) {
   for (auto& outcome : got) outcomes.push_back(get(std::move(outcome)));
   for (const Outcome& outcome : outcomes) {
     EXPECT_EQ(outcome.kind, ErrorKind::kManifestMismatch) << outcome;
-    EXPECT_NE(outcome.message.find("'layer.3' uint8[5000] has a destination of 4999 bytes"), std::string::npos) << outcome;
+    EXPECT_NE(outcome.message.find("'layer.3' uint8[5000] has a destination of 4999 bytes"), std::string::npos)
+        << outcome;
     EXPECT_FALSE(outcome.wrote);
   }
   EXPECT_EQ(outcomes[0].rank, receiver_rank(1));
@@ -382,10 +387,14 @@ TEST_P(Faults, PairsCallsAgainUnderRandomFailures) {
       if (at == step) throw UserError("at random");
     };
     const At fine = [](Step, std::size_t) {};
-    SourceCall call{.weights = &weights, .streaming = random() % 2 == 0, .timeout = kLongTimeout / 3, .at = who == 0 ? fails : fine};
+    SourceCall call{.weights = &weights,
+                    .streaming = random() % 2 == 0,
+                    .timeout = kLongTimeout / 3,
+                    .at = who == 0 ? fails : fine};
     std::vector<std::future<Outcome>> ranks;
     for (int i = 0; i < 2; ++i) {
-      ReceiverCall receive{.into = &into[static_cast<std::size_t>(i)], .pull = random() % 2 == 0, .timeout = kLongTimeout / 3};
+      ReceiverCall receive{
+          .into = &into[static_cast<std::size_t>(i)], .pull = random() % 2 == 0, .timeout = kLongTimeout / 3};
       receive.at = who == i + 1 ? fails : fine;
       ranks.push_back(group.start_receiver(i, receive));
     }
@@ -461,7 +470,10 @@ TEST_P(SourceIsStuck, AndNamedByEveryoneAtTheDeadline) {
   Gate gate;
   const auto start = Clock::now();
   SourceCall call{.weights = &weights, .streaming = step() == Step::kBucket, .at = stuck(gate)};
-  if (step() == Step::kBound) call.at = [&gate](Step at, std::size_t) { if (at == Step::kReady) gate.pass(); };
+  if (step() == Step::kBound)
+    call.at = [&gate](Step at, std::size_t) {
+      if (at == Step::kReady) gate.pass();
+    };
   auto sent = group.start_source(call);
   auto first = group.start_receiver(0, {.into = &into[0], .timeout = kShortTimeout});
   auto second = group.start_receiver(1, {.into = &into[1], .pull = true, .timeout = kShortTimeout});
@@ -484,7 +496,8 @@ INSTANTIATE_TEST_SUITE_P(At, RankIsStuck,
 
 INSTANTIATE_TEST_SUITE_P(At, SourceIsStuck,
                          ::testing::Combine(::testing::Values("shm", "gloo"),
-                                            ::testing::Values(Step::kJoined, Step::kBound, Step::kReady, Step::kBucket, Step::kMoved)),
+                                            ::testing::Values(Step::kJoined, Step::kBound, Step::kReady, Step::kBucket,
+                                                              Step::kMoved)),
                          [](const auto& one) { return name_of(std::get<0>(one.param), std::get<1>(one.param)); });
 
 // One rank's deadline passed; the others, which would have waited longer, say what it said.
@@ -498,9 +511,10 @@ TEST_P(Faults, ATimeoutKeepsItsTextAndRankOnTheRanksThatWouldHaveWaitedLonger) {
     SourceCall call{.weights = &weights};
     ReceiverCall receive{.into = &into[0]};
     (source_is_impatient ? call.timeout : receive.timeout) = kShortTimeout;
-    auto stuck_rank = group.start_receiver(1, {.into = &into[1], .pull = true, .at = [&gate](Step step, std::size_t count) {
-                                                 if (step == Step::kBucket && count == 3) gate.pass();
-                                               }});
+    auto stuck_rank =
+        group.start_receiver(1, {.into = &into[1], .pull = true, .at = [&gate](Step step, std::size_t count) {
+                                   if (step == Step::kBucket && count == 3) gate.pass();
+                                 }});
     auto waiting = group.start_receiver(0, receive);
     const Outcome sent = get(group.start_source(call));
     const Outcome got = get(std::move(waiting));
@@ -545,7 +559,8 @@ TEST_P(Faults, ASlowGeneratorIsNotASlowReceiver) {
   EXPECT_TRUE(outcome.ok) << outcome;
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, Faults, ::testing::Values("shm", "gloo"), [](const auto& one) { return std::string(one.param); });
+INSTANTIATE_TEST_SUITE_P(Over, Faults, ::testing::Values("shm", "gloo"),
+                         [](const auto& one) { return std::string(one.param); });
 
 }  // namespace
 }  // namespace fastsync::testing

@@ -110,7 +110,8 @@ class Destinations final : public DestinationBinder {
       const auto found = tensors.find(manifest[i].name);
       if (found != tensors.end()) {
         if (found->second.size() != manifest[i].nbytes) {
-          throw ManifestMismatch(concat("tensor ", describe(manifest[i]), " has a destination of ", found->second.size(), " bytes"));
+          throw ManifestMismatch(
+              concat("tensor ", describe(manifest[i]), " has a destination of ", found->second.size(), " bytes"));
         }
         view.data = found->second.data();
         view.nbytes = found->second.size();
@@ -213,7 +214,8 @@ Outcome run_call(Half& half, int own_rank, Body body) {
     out.rank = error.rank();
     out.message = error.what();
     const bool unnamed = error.rank() < 0;
-    fail(error.kind(), unnamed ? own_rank : error.rank(), unnamed ? concat("rank ", own_rank, ": ", error.what()) : error.what());
+    fail(error.kind(), unnamed ? own_rank : error.rank(),
+         unnamed ? concat("rank ", own_rank, ": ", error.what()) : error.what());
   } catch (const SourceClosed& closed) {
     out.source_closed = true;
     fail(ErrorKind::kPeerFailed, own_rank, closed.what());
@@ -254,7 +256,8 @@ class FakeGroups {
 struct SourceCall {
   Weights* weights = nullptr;
   SyncOptions options{.version = 1, .bucket_bytes = 1024};
-  std::shared_ptr<const SyncPlan> plan = nullptr;  // made from `weights` where there is none; streaming: what was recorded
+  std::shared_ptr<const SyncPlan> plan =
+      nullptr;  // made from `weights` where there is none; streaming: what was recorded
   bool streaming = false;
   std::string asked = "auto";
   std::chrono::nanoseconds timeout = kLongTimeout;
@@ -272,7 +275,8 @@ struct ReceiverCall {
   Wait::Hook hook = nullptr;
 };
 
-inline Outcome run_source(WeightSender& sender, const std::string& transport, FakeGroups* groups, const SourceCall& call) {
+inline Outcome run_source(WeightSender& sender, const std::string& transport, FakeGroups* groups,
+                          const SourceCall& call) {
   return run_call(sender, kSource, [&](Outcome& out) {
     sender.open(call.timeout, call.hook);
     try {
@@ -318,8 +322,10 @@ inline void take_by_bucket(WeightReceiver& receiver, Destinations& into, const A
     for (const WeightReceiver::Piece& piece : bucket->pieces) {
       const TensorMeta& meta = manifest[piece.fragment.tensor];
       Bytes& bytes = into.tensors.at(meta.name);
-      if (piece.fragment.tensor_offset + piece.fragment.nbytes > bytes.size()) throw UserError(meta.name + " is too large");
-      std::memcpy(bytes.data() + piece.fragment.tensor_offset, bucket->data + piece.fragment.bucket_offset, piece.fragment.nbytes);
+      if (piece.fragment.tensor_offset + piece.fragment.nbytes > bytes.size())
+        throw UserError(meta.name + " is too large");
+      std::memcpy(bytes.data() + piece.fragment.tensor_offset, bucket->data + piece.fragment.bucket_offset,
+                  piece.fragment.nbytes);
     }
     at(Step::kBucket, count++);
   }
@@ -374,7 +380,8 @@ T get(std::future<T> future) {
 // For a rank that another thread lets go on.
 template <typename Future>
 void await(const Future& future) {
-  if (future.wait_for(kLongTimeout) != std::future_status::ready) throw std::runtime_error("nobody let this rank go on");
+  if (future.wait_for(kLongTimeout) != std::future_status::ready)
+    throw std::runtime_error("nobody let this rank go on");
 }
 
 inline Identity identity_of(int rank, int receivers) {
@@ -407,7 +414,8 @@ class Group {
 
   void reopen_source() { sender_ = std::make_unique<WeightSender>(identity_of(kSource, size_)); }
   void reopen_receiver(int index) {
-    receivers_[static_cast<std::size_t>(index)] = std::make_unique<WeightReceiver>(identity_of(receiver_rank(index), size_));
+    receivers_[static_cast<std::size_t>(index)] =
+        std::make_unique<WeightReceiver>(identity_of(receiver_rank(index), size_));
     connect(index);
   }
   void connect(int index) {
@@ -420,7 +428,8 @@ class Group {
     return std::async(std::launch::async, [this, call] { return run_source(*sender_, transport_, &groups_, call); });
   }
   [[nodiscard]] std::future<Outcome> start_receiver(int index, ReceiverCall call) {
-    return std::async(std::launch::async, [this, index, call] { return run_receiver(receiver(index), index, &groups_, call); });
+    return std::async(std::launch::async,
+                      [this, index, call] { return run_receiver(receiver(index), index, &groups_, call); });
   }
 
   // A whole sync that must succeed.

@@ -133,7 +133,9 @@ std::unique_ptr<RankProcess> fork_source(int receivers, const Script& script, st
     names.put(name);
     Weights weights = model();
     for (int i = 0; i < script.calls; ++i) {
-      SourceCall call{.weights = &weights, .streaming = script.halt == Step::kBucket, .timeout = i == 0 ? script.timeout : kLongTimeout};
+      SourceCall call{.weights = &weights,
+                      .streaming = script.halt == Step::kBucket,
+                      .timeout = i == 0 ? script.timeout : kLongTimeout};
       call.options.version = static_cast<std::uint64_t>(i) + 1;
       call.at = at_of_call(*self, script, i);
       make_call(*self, [&] { return run_source(sender, "shm", nullptr, call); });
@@ -222,10 +224,12 @@ std::string step_name(const ::testing::TestParamInfo<Step>& one) {
   return out.str();
 }
 INSTANTIATE_TEST_SUITE_P(In, ReceiverKilledAt,
-                         ::testing::Values(Step::kOpened, Step::kJoined, Step::kBound, Step::kReady, Step::kBucket, Step::kMoved),
+                         ::testing::Values(Step::kOpened, Step::kJoined, Step::kBound, Step::kReady, Step::kBucket,
+                                           Step::kMoved),
                          step_name);
 INSTANTIATE_TEST_SUITE_P(In, SourceKilledAt,
-                         ::testing::Values(Step::kOpened, Step::kJoined, Step::kReady, Step::kBucket, Step::kMoved), step_name);
+                         ::testing::Values(Step::kOpened, Step::kJoined, Step::kReady, Step::kBucket, Step::kMoved),
+                         step_name);
 
 void expect_timed_out(const RankProcess& rank, int stuck, Clock::time_point start) {
   const Report report = rank.next();

@@ -226,7 +226,8 @@ TEST_P(Sync, MixesPlansAndGeneratorsOfOneManifest) {
   for (std::uint64_t version = 1; version <= 8; ++version) {
     Weights weights = some_weights(version);
     const bool streaming = version % 3 != 0;
-    SourceCall call{.weights = &weights, .plan = streaming ? recorded : nullptr, .streaming = streaming, .recorded = &recorded};
+    SourceCall call{
+        .weights = &weights, .plan = streaming ? recorded : nullptr, .streaming = streaming, .recorded = &recorded};
     call.options.version = version;
     group.sync(call, version % 2 == 0);
   }
@@ -278,9 +279,10 @@ Corrupted sync_with_a_flipped_bit(Group& group, Weights& weights, bool verify, b
     if (step == Step::kMoved) packed.set_value();
   };
   auto flipped_future = flipped.get_future().share();
-  auto got = group.start_receiver(0, {.into = &result.into, .pull = pull, .at = [flipped_future](Step step, std::size_t) {
-                                        if (step == Step::kReady) await(flipped_future);
-                                      }});
+  auto got =
+      group.start_receiver(0, {.into = &result.into, .pull = pull, .at = [flipped_future](Step step, std::size_t) {
+                                 if (step == Step::kReady) await(flipped_future);
+                               }});
   auto sent = group.start_source(call);
   await(packed.get_future());
   std::byte* buckets = find_buckets_of_the_source();
@@ -351,7 +353,8 @@ TEST_P(Sync, IsRefusedOnEveryRankWhereTwoRanksNameDifferentOnes) {
   for (const Outcome& outcome : outcomes) {
     EXPECT_EQ(outcome.kind, ErrorKind::kInvalidArgument) << outcome;
     EXPECT_EQ(outcome.message, outcomes[0].message);
-    for (const char* word : {"shm", "gloo", "20", "21"}) EXPECT_NE(outcome.message.find(word), std::string::npos) << word;
+    for (const char* word : {"shm", "gloo", "20", "21"})
+      EXPECT_NE(outcome.message.find(word), std::string::npos) << word;
   }
   EXPECT_TRUE(into.untouched());
   group.sync_again();

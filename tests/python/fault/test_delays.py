@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-
 from scenario import RECEIVER_PHASES, SOURCE_PHASES, struck
+
 from support.markers import each_transport, fault
 from support.ranks import Pool, Rank, raises, spmd
 from support.syncing import exchange, good_sync, receive, session

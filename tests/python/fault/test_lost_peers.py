@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from scenario import RECEIVER_PHASES, SOURCE_PHASES, struck, whole
 
 import fastsync
-from scenario import RECEIVER_PHASES, SOURCE_PHASES, struck, whole
 from support.markers import each_transport, fault
 from support.ranks import Failure, Pool, Rank, names_rank, raises
 from support.syncing import session
@@ -60,7 +60,9 @@ def test_killed_rank_is_lost_to_the_others_at_once(
 @pytest.mark.parametrize("victim", [0, 1])
 def test_new_process_takes_the_place_of_a_killed_one(pool: Pool, transport: str, victim: int) -> None:
     group = pool.group(2)
-    running = group.start(struck, transport, victim, "item_12" if victim == 0 else "load_12", "die", TIMEOUT_S, 0.0, False)
+    running = group.start(
+        struck, transport, victim, "item_12" if victim == 0 else "load_12", "die", TIMEOUT_S, 0.0, False
+    )
     group.wait_mark(victim, "died")
     outcomes = running.join(30)
     outcomes[1 - victim].result().expect("PeerLost")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-
 from scenario import RECEIVER_PHASES, SOURCE_PHASES, struck
+
 from support.markers import each_transport, fault
 from support.ranks import Pool, names_rank
 
