@@ -23,7 +23,7 @@ class SyncReport:
 
     Attributes:
         version: The version that was committed.
-        transport: What carried the bytes ("shm", "gloo", ...; "none" for a group of one rank).
+        transport: What carried the bytes ("shm", "gloo", ...); in a group of one rank, what would have.
         nbytes: Bytes of tensor data that were synced.
         tensors: How many tensors.
         buckets: How many buckets carried them.

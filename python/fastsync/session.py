@@ -232,9 +232,10 @@ class WeightSync:
                 if problem is not None:
                     sender.connect_all()
                     raise problem
-                transport = "none"
                 if len(channel.ranks) > 1:
                     transport = sender.join(self._transport, candidates())
+                else:  # nobody to send to: what would have been used
+                    transport = candidates()[0] if self._transport == "auto" else self._transport
                 mark = time.perf_counter()
                 asked = self._bucket_bytes or default_bucket_bytes(transport)
                 plan, known = self._stream_plan_for(asked) if streaming else self._plan_for(asked)
