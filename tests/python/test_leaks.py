@@ -101,12 +101,12 @@ def test_hundred_gloo_syncs_are_flat(rank: Rank) -> None:
 
 @spmd(3, limit_s=180, fresh=True)
 def test_shm_syncs_with_a_failure_every_second_one_are_flat(rank: Rank) -> None:
-    soak(rank, "shm", 120, 30, fail_every=2)
+    soak(rank, "shm", 200, 80, fail_every=2)
 
 
 @spmd(2, limit_s=180, fresh=True)
 def test_gloo_syncs_with_a_failure_every_second_one_are_flat(rank: Rank) -> None:
-    soak(rank, "gloo", 80, 30, fail_every=2)
+    soak(rank, "gloo", 120, 60, fail_every=2)
 
 
 @each_transport
