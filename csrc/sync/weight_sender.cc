@@ -177,11 +177,8 @@ bool WeightSender::greet(Greeting& greeting) {
   peer.deferred.reset();
   peer.join = Join{};
   peer.link->send(FrameType::kWelcome, 0, 0);
-  if (untold && last_failure_) {
-    // A sync failed before this receiver could be told: the call that it comes with belongs to that one.
-    peer.missed = {failed_sync_};
-    send_failure(peer, *last_failure_, failed_sync_);
-  }
+  // A sync failed before this receiver could be told: the call that it comes with belongs to that one.
+  peer.answer_next = untold && last_failure_.has_value();
   return true;
 }
 
@@ -240,6 +237,16 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
       if (active_ && peer.joined) {  // its next call; this one is over for it
         peer.deferred = std::move(frame);
         peer.parked = true;
+        return;
+      }
+      if (peer.answer_next) {
+        // Answered to this very call: should it be over already, by its own deadline, the next one is not touched.
+        peer.answer_next = false;
+        peer.join = std::move(join);
+        peer.joined = true;
+        send_failure(peer, *last_failure_, failed_sync_);
+        peer.joined = false;
+        peer.skip_call = true;
         return;
       }
       std::erase_if(peer.missed, [&](std::uint64_t sync) { return sync <= join.last_sync; });

@@ -110,6 +110,7 @@ class WeightSender {
     bool skip_call = false;             // its current call belongs to a sync that already failed
     std::vector<std::uint64_t> missed;  // failed syncs that it had not joined and has not heard of yet, oldest first
     bool untold = false;                // that failure could not even be sent: it had no connection
+    bool answer_next = false;           // ... and is the answer to its next call
     Clock::time_point heard{};          // when it last said that it waits for data
     std::uint64_t released = 0;         // buckets it has released, where the data plane does not say
     Join join;
