@@ -291,7 +291,7 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
         // Its call failed by itself, before it heard of the failure that would have ended it. It knows that the two
         // were one (WeightReceiver::unpaired_call_), so its next call is of a later sync.
         peer.skip_call = false;
-        peer.missed.erase(peer.missed.begin());
+        if (!peer.missed.empty()) peer.missed.erase(peer.missed.begin());
         return;
       }
       if (peer.skip_call || !active_ || !(current || of_call)) return;

@@ -238,6 +238,23 @@ TEST_P(Faults, AReceiverThatHadNeverConnectedIsToldToo) {
   EXPECT_TRUE(next_into[1].hold(next_weights));
 }
 
+// The same where its first call is over, by its own doing, before it can hear.
+TEST_P(Faults, AReceiverThatHadNeverConnectedAndRefusesItsOwnCallIsInStep) {
+  Group group(GetParam(), 2, false);
+  group.connect(0);
+  Weights weights = some_weights(1);
+  auto into = Destinations::like(weights);
+  auto punctual = group.start_receiver(0, {.into = &into});
+  EXPECT_EQ(get(group.start_source({.weights = &weights, .timeout = kShortTimeout})).rank, receiver_rank(1));
+  EXPECT_FALSE(get(std::move(punctual)).ok);
+
+  group.connect(1);
+  group.receiver(1).open(kLongTimeout, nullptr);
+  group.receiver(1).announce("auto");
+  group.receiver(1).fail(ErrorKind::kInvalidArgument, receiver_rank(1), "bad destination");
+  group.sync_again();
+}
+
 // The source refuses its own call as soon as everybody is connected, whether they have joined or not.
 TEST_P(Faults, AReceiverThatConnectsDuringASyncThatFailsIsTold) {
   for (int round = 0; round < 30; ++round) {
