@@ -23,7 +23,6 @@ using Event = struct EventObject*;
 using Library = struct LibraryObject*;
 using Kernel = struct KernelObject*;
 using Function = struct FunctionObject*;
-using HostFunction = void (*)(void* user_data);
 
 // Results.
 inline constexpr Result kSuccess = 0;
@@ -135,66 +134,65 @@ inline constexpr int kMemAccessReadWrite = 3;
 }  // namespace fastsync::cuda
 
 // X(symbol, type): every driver of CUDA 12.0 and later exports these.
-#define FASTSYNC_CUDA_REQUIRED(X)                                                                                     \
-  X(cuInit, Result(unsigned flags))                                                                                   \
-  X(cuDriverGetVersion, Result(int* version))                                                                         \
-  X(cuGetErrorName, Result(Result result, const char** text))                                                         \
-  X(cuGetErrorString, Result(Result result, const char** text))                                                       \
-  X(cuDeviceGet, Result(Device * device, int ordinal))                                                                \
-  X(cuDeviceGetCount, Result(int* count))                                                                             \
-  X(cuDeviceGetAttribute, Result(int* value, int attribute, Device device))                                           \
-  X(cuDeviceGetUuid_v2, Result(Uuid * uuid, Device device))                                                           \
-  X(cuDevicePrimaryCtxRetain, Result(Context * context, Device device))                                               \
-  X(cuDevicePrimaryCtxRelease_v2, Result(Device device))                                                              \
-  X(cuCtxGetCurrent, Result(Context * context))                                                                       \
-  X(cuCtxSetCurrent, Result(Context context))                                                                         \
-  X(cuCtxGetDevice, Result(Device * device))                                                                          \
-  X(cuMemGetInfo_v2, Result(std::size_t * free_bytes, std::size_t * total_bytes))                                     \
-  X(cuMemAlloc_v2, Result(DevicePtr * address, std::size_t nbytes))                                                   \
-  X(cuMemFree_v2, Result(DevicePtr address))                                                                          \
-  X(cuMemHostAlloc, Result(void** address, std::size_t nbytes, unsigned flags))                                       \
-  X(cuMemFreeHost, Result(void* address))                                                                             \
-  X(cuMemHostRegister_v2, Result(void* address, std::size_t nbytes, unsigned flags))                                  \
-  X(cuMemHostUnregister, Result(void* address))                                                                       \
-  X(cuMemcpyAsync, Result(DevicePtr dst, DevicePtr src, std::size_t nbytes, Stream stream))                           \
-  X(cuMemsetD8Async, Result(DevicePtr dst, unsigned char value, std::size_t nbytes, Stream stream))                   \
-  X(cuPointerGetAttributes, Result(unsigned count, int* attributes, void** values, DevicePtr address))                \
-  X(cuStreamCreate, Result(Stream * stream, unsigned flags))                                                          \
-  X(cuStreamDestroy_v2, Result(Stream stream))                                                                        \
-  X(cuStreamWaitEvent, Result(Stream stream, Event event, unsigned flags))                                            \
-  X(cuEventCreate, Result(Event * event, unsigned flags))                                                             \
-  X(cuEventDestroy_v2, Result(Event event))                                                                           \
-  X(cuEventRecord, Result(Event event, Stream stream))                                                                \
-  X(cuEventQuery, Result(Event event))                                                                                \
-  X(cuLaunchHostFunc, Result(Stream stream, HostFunction function, void* user_data))                                  \
-  X(cuLaunchKernel, Result(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,    \
-                           unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream,                  \
-                           void** parameters, void** extra))                                                          \
-  X(cuLibraryLoadData, Result(Library * library, const void* image, int* jit_options, void** jit_values,              \
-                              unsigned jit_count, int* library_options, void** library_values,                        \
-                              unsigned library_count))                                                                \
-  X(cuLibraryUnload, Result(Library library))                                                                         \
-  X(cuLibraryGetKernel, Result(Kernel * kernel, Library library, const char* name))                                   \
-  X(cuKernelGetFunction, Result(Function * function, Kernel kernel))                                                  \
-  X(cuIpcGetMemHandle, Result(IpcMemHandle * handle, DevicePtr address))                                              \
-  X(cuIpcOpenMemHandle_v2, Result(DevicePtr * address, IpcMemHandle handle, unsigned flags))                          \
-  X(cuIpcCloseMemHandle, Result(DevicePtr address))                                                                   \
-  X(cuIpcGetEventHandle, Result(IpcEventHandle * handle, Event event))                                                \
-  X(cuIpcOpenEventHandle, Result(Event * event, IpcEventHandle handle))                                               \
-  X(cuMemGetAllocationGranularity, Result(std::size_t * nbytes, const MemAllocationProp* properties, int option))     \
-  X(cuMemCreate, Result(AllocationHandle * handle, std::size_t nbytes, const MemAllocationProp* properties,           \
-                        unsigned long long flags))                                                                    \
-  X(cuMemRelease, Result(AllocationHandle handle))                                                                    \
-  X(cuMemAddressReserve, Result(DevicePtr * address, std::size_t nbytes, std::size_t alignment, DevicePtr hint,       \
-                                unsigned long long flags))                                                            \
-  X(cuMemAddressFree, Result(DevicePtr address, std::size_t nbytes))                                                  \
-  X(cuMemMap, Result(DevicePtr address, std::size_t nbytes, std::size_t offset, AllocationHandle handle,              \
-                     unsigned long long flags))                                                                       \
-  X(cuMemUnmap, Result(DevicePtr address, std::size_t nbytes))                                                        \
-  X(cuMemSetAccess, Result(DevicePtr address, std::size_t nbytes, const MemAccessDesc* access, std::size_t count))    \
-  X(cuMemExportToShareableHandle, Result(void* shareable, AllocationHandle handle, int handle_type,                   \
-                                         unsigned long long flags))                                                   \
-  X(cuMemImportFromShareableHandle, Result(AllocationHandle * handle, void* shareable, int handle_type))
+#define FASTSYNC_CUDA_REQUIRED(X)                                                                                    \
+  X(cuInit, Result(unsigned flags))                                                                                  \
+  X(cuDriverGetVersion, Result(int* version))                                                                        \
+  X(cuGetErrorName, Result(Result result, const char** text))                                                        \
+  X(cuGetErrorString, Result(Result result, const char** text))                                                      \
+  X(cuDeviceGet, Result(Device* device, int ordinal))                                                                \
+  X(cuDeviceGetCount, Result(int* count))                                                                            \
+  X(cuDeviceGetAttribute, Result(int* value, int attribute, Device device))                                          \
+  X(cuDeviceGetUuid_v2, Result(Uuid* uuid, Device device))                                                           \
+  X(cuDevicePrimaryCtxRetain, Result(Context* context, Device device))                                               \
+  X(cuDevicePrimaryCtxRelease_v2, Result(Device device))                                                             \
+  X(cuCtxGetCurrent, Result(Context* context))                                                                       \
+  X(cuCtxSetCurrent, Result(Context context))                                                                        \
+  X(cuCtxGetDevice, Result(Device* device))                                                                          \
+  X(cuMemGetInfo_v2, Result(std::size_t* free_bytes, std::size_t* total_bytes))                                      \
+  X(cuMemAlloc_v2, Result(DevicePtr* address, std::size_t nbytes))                                                   \
+  X(cuMemFree_v2, Result(DevicePtr address))                                                                         \
+  X(cuMemHostAlloc, Result(void** address, std::size_t nbytes, unsigned flags))                                      \
+  X(cuMemFreeHost, Result(void* address))                                                                            \
+  X(cuMemHostRegister_v2, Result(void* address, std::size_t nbytes, unsigned flags))                                 \
+  X(cuMemHostUnregister, Result(void* address))                                                                      \
+  X(cuMemcpyAsync, Result(DevicePtr dst, DevicePtr src, std::size_t nbytes, Stream stream))                          \
+  X(cuMemsetD8Async, Result(DevicePtr dst, unsigned char value, std::size_t nbytes, Stream stream))                  \
+  X(cuPointerGetAttributes, Result(unsigned count, int* attributes, void** values, DevicePtr address))               \
+  X(cuStreamCreate, Result(Stream* stream, unsigned flags))                                                          \
+  X(cuStreamDestroy_v2, Result(Stream stream))                                                                       \
+  X(cuStreamWaitEvent, Result(Stream stream, Event event, unsigned flags))                                           \
+  X(cuEventCreate, Result(Event* event, unsigned flags))                                                             \
+  X(cuEventDestroy_v2, Result(Event event))                                                                          \
+  X(cuEventRecord, Result(Event event, Stream stream))                                                               \
+  X(cuEventQuery, Result(Event event))                                                                               \
+  X(cuLaunchKernel,                                                                                                  \
+    Result(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, \
+           unsigned block_z, unsigned shared_bytes, Stream stream, void** parameters, void** extra))                 \
+  X(cuLibraryLoadData,                                                                                               \
+    Result(Library* library, const void* image, int* jit_options, void** jit_values, unsigned jit_count,             \
+           int* library_options, void** library_values, unsigned library_count))                                     \
+  X(cuLibraryUnload, Result(Library library))                                                                        \
+  X(cuLibraryGetKernel, Result(Kernel* kernel, Library library, const char* name))                                   \
+  X(cuKernelGetFunction, Result(Function* function, Kernel kernel))                                                  \
+  X(cuIpcGetMemHandle, Result(IpcMemHandle* handle, DevicePtr address))                                              \
+  X(cuIpcOpenMemHandle_v2, Result(DevicePtr* address, IpcMemHandle handle, unsigned flags))                          \
+  X(cuIpcCloseMemHandle, Result(DevicePtr address))                                                                  \
+  X(cuIpcGetEventHandle, Result(IpcEventHandle* handle, Event event))                                                \
+  X(cuIpcOpenEventHandle, Result(Event* event, IpcEventHandle handle))                                               \
+  X(cuMemGetAllocationGranularity, Result(std::size_t* nbytes, const MemAllocationProp* properties, int option))     \
+  X(cuMemCreate, Result(AllocationHandle* handle, std::size_t nbytes, const MemAllocationProp* properties,           \
+                        unsigned long long flags))                                                                   \
+  X(cuMemRelease, Result(AllocationHandle handle))                                                                   \
+  X(cuMemAddressReserve,                                                                                             \
+    Result(DevicePtr* address, std::size_t nbytes, std::size_t alignment, DevicePtr hint, unsigned long long flags)) \
+  X(cuMemAddressFree, Result(DevicePtr address, std::size_t nbytes))                                                 \
+  X(cuMemMap, Result(DevicePtr address, std::size_t nbytes, std::size_t offset, AllocationHandle handle,             \
+                     unsigned long long flags))                                                                      \
+  X(cuMemUnmap, Result(DevicePtr address, std::size_t nbytes))                                                       \
+  X(cuMemSetAccess, Result(DevicePtr address, std::size_t nbytes, const MemAccessDesc* access, std::size_t count))   \
+  X(cuMemExportToShareableHandle,                                                                                    \
+    Result(void* shareable, AllocationHandle handle, int handle_type, unsigned long long flags))                     \
+  X(cuMemImportFromShareableHandle, Result(AllocationHandle* handle, void* shareable, int handle_type))
 
 // Newer than 12.0: null where the driver is older.
 #define FASTSYNC_CUDA_OPTIONAL(X) X(cuFuncLoad, Result(Function function)) /* 12.4 */

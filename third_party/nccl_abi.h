@@ -73,29 +73,29 @@ inline constexpr int kShrinkAbort = 1;  // also ends what the communicator has i
 }  // namespace fastsync::nccl
 
 // X(symbol, type): every version from 2.18 on exports these.
-#define FASTSYNC_NCCL_REQUIRED(X)                                                                                  \
-  X(ncclGetVersion, Result(int* version))                                                                          \
-  X(ncclGetUniqueId, Result(UniqueId * id))                                                                        \
-  X(ncclCommInitRankConfig, Result(Comm * comm, int ranks, UniqueId id, int rank, Config* config))                 \
-  X(ncclCommFinalize, Result(Comm comm))                                                                           \
-  X(ncclCommDestroy, Result(Comm comm))                                                                            \
-  X(ncclCommAbort, Result(Comm comm))                                                                              \
-  X(ncclCommGetAsyncError, Result(Comm comm, Result * error))                                                      \
-  X(ncclCommSplit, Result(Comm comm, int color, int key, Comm* out, Config* config))                               \
-  X(ncclGetErrorString, const char*(Result result))                                                                \
-  X(ncclGetLastError, const char*(Comm comm))                                                                      \
-  X(ncclGroupStart, Result())                                                                                      \
-  X(ncclGroupEnd, Result())                                                                                        \
-  X(ncclBroadcast, Result(const void* send, void* receive, std::size_t count, int type, int root, Comm comm,       \
-                          Stream stream))                                                                          \
-  X(ncclSend, Result(const void* send, std::size_t count, int type, int peer, Comm comm, Stream stream))           \
+#define FASTSYNC_NCCL_REQUIRED(X)                                                                             \
+  X(ncclGetVersion, Result(int* version))                                                                     \
+  X(ncclGetUniqueId, Result(UniqueId* id))                                                                    \
+  X(ncclCommInitRankConfig, Result(Comm* comm, int ranks, UniqueId id, int rank, Config* config))             \
+  X(ncclCommFinalize, Result(Comm comm))                                                                      \
+  X(ncclCommDestroy, Result(Comm comm))                                                                       \
+  X(ncclCommAbort, Result(Comm comm))                                                                         \
+  X(ncclCommGetAsyncError, Result(Comm comm, Result* error))                                                  \
+  X(ncclCommSplit, Result(Comm comm, int color, int key, Comm* out, Config* config))                          \
+  X(ncclGetErrorString, const char*(Result result))                                                           \
+  X(ncclGetLastError, const char*(Comm comm))                                                                 \
+  X(ncclGroupStart, Result())                                                                                 \
+  X(ncclGroupEnd, Result())                                                                                   \
+  X(ncclBroadcast,                                                                                            \
+    Result(const void* send, void* receive, std::size_t count, int type, int root, Comm comm, Stream stream)) \
+  X(ncclSend, Result(const void* send, std::size_t count, int type, int peer, Comm comm, Stream stream))      \
   X(ncclRecv, Result(void* receive, std::size_t count, int type, int peer, Comm comm, Stream stream))
 
 // Newer than 2.18: null where the library is older. NcclLibrary::Features says which there are.
-#define FASTSYNC_NCCL_OPTIONAL(X)                                                                                   \
-  X(ncclMemAlloc, Result(void** address, std::size_t nbytes))                                  /* 2.19 */           \
-  X(ncclMemFree, Result(void* address))                                                        /* 2.19 */           \
-  X(ncclCommRegister, Result(Comm comm, void* address, std::size_t nbytes, void** handle))     /* 2.19 */           \
-  X(ncclCommDeregister, Result(Comm comm, void* handle))                                       /* 2.19 */           \
-  X(ncclCommShrink, Result(Comm comm, int* exclude, int exclude_count, Comm* out, Config* config, int flags))       \
+#define FASTSYNC_NCCL_OPTIONAL(X)                                                                             \
+  X(ncclMemAlloc, Result(void** address, std::size_t nbytes))                              /* 2.19 */         \
+  X(ncclMemFree, Result(void* address))                                                    /* 2.19 */         \
+  X(ncclCommRegister, Result(Comm comm, void* address, std::size_t nbytes, void** handle)) /* 2.19 */         \
+  X(ncclCommDeregister, Result(Comm comm, void* handle))                                   /* 2.19 */         \
+  X(ncclCommShrink, Result(Comm comm, int* exclude, int exclude_count, Comm* out, Config* config, int flags)) \
   X(ncclCommRevoke, Result(Comm comm, int flags)) /* shrink: 2.27, revoke: 2.28.9 */

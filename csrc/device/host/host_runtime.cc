@@ -13,6 +13,7 @@
 
 #include "common/error.h"
 #include "common/thread_name.h"
+#include "device/copy_kernel.h"
 #include "device/host/host_memory.h"
 
 namespace fastsync {
@@ -200,6 +201,16 @@ void HostRuntime::deallocate(MemoryKind kind, const Allocation& allocation) noex
 void HostRuntime::copy(std::byte* dst, const std::byte* src, std::uint64_t nbytes, StreamView stream) {
   if (nbytes == 0) return;
   enqueue(stream, [dst, src, nbytes] { std::memmove(dst, src, nbytes); });
+}
+
+void HostRuntime::fill(std::byte* dst, std::byte value, std::uint64_t nbytes, StreamView stream) {
+  if (nbytes == 0) return;
+  enqueue(stream, [dst, value, nbytes] { std::memset(dst, std::to_integer<int>(value), nbytes); });
+}
+
+void HostRuntime::launch_copy(CopyDirection direction, const CopyArgs& args, StreamView stream) {
+  if (args.count == 0) return;
+  enqueue(stream, [direction, args] { copy_on_host(direction, args); });
 }
 
 void HostRuntime::enqueue(StreamView stream, std::function<void()> task) { stream_of(stream).enqueue(std::move(task)); }

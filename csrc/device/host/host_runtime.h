@@ -40,6 +40,9 @@ class HostRuntime final : public DeviceRuntime {
   void deallocate(MemoryKind kind, const Allocation& allocation) noexcept override;
 
   void copy(std::byte* dst, const std::byte* src, std::uint64_t nbytes, StreamView stream) override;
+  void fill(std::byte* dst, std::byte value, std::uint64_t nbytes, StreamView stream) override;
+  // The kernel's own body, on the stream's thread.
+  void launch_copy(CopyDirection direction, const CopyArgs& args, StreamView stream) override;
   void enqueue(StreamView stream, std::function<void()> task) override;
 
   [[nodiscard]] void* create_stream(std::string_view name) override;
