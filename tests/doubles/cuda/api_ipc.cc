@@ -90,8 +90,7 @@ CUresult CUDAAPI cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {
     if (const CUresult bad = follow(ticket, IpcTicket::kEvent, memory); bad != CUDA_SUCCESS) return bad;
     if (ordinal_of(memory->control().uuid) != call.context->device()) return CUDA_ERROR_INVALID_DEVICE;
     memory->control().importers.add(::getpid());
-    *event = static_cast<CUevent>(
-        driver().events.add(std::make_shared<Event>(call.context, std::move(memory), true)));
+    *event = static_cast<CUevent>(driver().events.add(std::make_shared<Event>(call.context, std::move(memory), true)));
     driver().journal.live("event_import", 1);
     return CUDA_SUCCESS;
   });

@@ -25,9 +25,9 @@ bool driver_has(int version) {
 extern "C" {
 
 // The declaration is cuda.h's; the resolver's type is what the compiler checks the implementation against.
-#define FASTSYNC_FAKE_RESOLVE(symbol, version)                                                \
-  static decltype(&symbol) resolve_##symbol() {                                               \
-    return driver_has(version) ? static_cast<decltype(&symbol)>(&fake_##symbol) : nullptr;    \
+#define FASTSYNC_FAKE_RESOLVE(symbol, version)                                             \
+  static decltype(&symbol) resolve_##symbol() {                                            \
+    return driver_has(version) ? static_cast<decltype(&symbol)>(&fake_##symbol) : nullptr; \
   }
 FASTSYNC_FAKE_HIDDEN(FASTSYNC_FAKE_RESOLVE)
 #undef FASTSYNC_FAKE_RESOLVE
@@ -58,7 +58,8 @@ void* pointer_to(F* function) {
 }
 
 // Newest first where a name has several.
-#define FASTSYNC_FAKE_ENTRY(name, symbol, since) Entry{name, since, pointer_to(&symbol)}
+#define FASTSYNC_FAKE_ENTRY(name, symbol, since) \
+  Entry { name, since, pointer_to(&symbol) }
 const Entry* find_function(std::string_view name, int version, bool& known) {
   static const Entry kEntries[] = {
       FASTSYNC_FAKE_ENTRY("cuInit", cuInit, 2000),
@@ -177,41 +178,41 @@ CUresult fake_cuGetProcAddress_v2(const char* symbol, void** pfn, int version, c
 // --- Errors -----------------------------------------------------------------------------------------------------------
 
 // X(enumerator, text)
-#define FASTSYNC_FAKE_ERRORS(X)                                                  \
-  X(CUDA_SUCCESS, "no error")                                                    \
-  X(CUDA_ERROR_INVALID_VALUE, "invalid argument")                                \
-  X(CUDA_ERROR_OUT_OF_MEMORY, "out of memory")                                   \
-  X(CUDA_ERROR_NOT_INITIALIZED, "initialization error")                          \
-  X(CUDA_ERROR_DEINITIALIZED, "driver shutting down")                            \
-  X(CUDA_ERROR_STUB_LIBRARY, "CUDA driver is a stub library")                    \
-  X(CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER, "call requires a newer driver")       \
-  X(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")                  \
-  X(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")                         \
-  X(CUDA_ERROR_INVALID_IMAGE, "device kernel image is invalid")                  \
-  X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                        \
-  X(CUDA_ERROR_MAP_FAILED, "mapping of buffer object failed")                    \
-  X(CUDA_ERROR_NO_BINARY_FOR_GPU, "no kernel image is available for the device") \
-  X(CUDA_ERROR_ECC_UNCORRECTABLE, "uncorrectable ECC error encountered")         \
-  X(CUDA_ERROR_INVALID_PTX, "a PTX JIT compilation failed")                      \
-  X(CUDA_ERROR_NVLINK_UNCORRECTABLE, "uncorrectable NVLink error")               \
-  X(CUDA_ERROR_JIT_COMPILER_NOT_FOUND, "PTX JIT compiler library not found")     \
-  X(CUDA_ERROR_UNSUPPORTED_PTX_VERSION, "PTX of an unsupported version")         \
-  X(CUDA_ERROR_OPERATING_SYSTEM, "OS call failed")                               \
-  X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                        \
-  X(CUDA_ERROR_NOT_FOUND, "named symbol not found")                              \
-  X(CUDA_ERROR_NOT_READY, "device not ready")                                    \
-  X(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")      \
-  X(CUDA_ERROR_LAUNCH_TIMEOUT, "the launch timed out and was terminated")        \
-  X(CUDA_ERROR_CONTEXT_IS_DESTROYED, "context is destroyed")                     \
+#define FASTSYNC_FAKE_ERRORS(X)                                                                   \
+  X(CUDA_SUCCESS, "no error")                                                                     \
+  X(CUDA_ERROR_INVALID_VALUE, "invalid argument")                                                 \
+  X(CUDA_ERROR_OUT_OF_MEMORY, "out of memory")                                                    \
+  X(CUDA_ERROR_NOT_INITIALIZED, "initialization error")                                           \
+  X(CUDA_ERROR_DEINITIALIZED, "driver shutting down")                                             \
+  X(CUDA_ERROR_STUB_LIBRARY, "CUDA driver is a stub library")                                     \
+  X(CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER, "call requires a newer driver")                        \
+  X(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")                                   \
+  X(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")                                          \
+  X(CUDA_ERROR_INVALID_IMAGE, "device kernel image is invalid")                                   \
+  X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                                         \
+  X(CUDA_ERROR_MAP_FAILED, "mapping of buffer object failed")                                     \
+  X(CUDA_ERROR_NO_BINARY_FOR_GPU, "no kernel image is available for the device")                  \
+  X(CUDA_ERROR_ECC_UNCORRECTABLE, "uncorrectable ECC error encountered")                          \
+  X(CUDA_ERROR_INVALID_PTX, "a PTX JIT compilation failed")                                       \
+  X(CUDA_ERROR_NVLINK_UNCORRECTABLE, "uncorrectable NVLink error")                                \
+  X(CUDA_ERROR_JIT_COMPILER_NOT_FOUND, "PTX JIT compiler library not found")                      \
+  X(CUDA_ERROR_UNSUPPORTED_PTX_VERSION, "PTX of an unsupported version")                          \
+  X(CUDA_ERROR_OPERATING_SYSTEM, "OS call failed")                                                \
+  X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                                         \
+  X(CUDA_ERROR_NOT_FOUND, "named symbol not found")                                               \
+  X(CUDA_ERROR_NOT_READY, "device not ready")                                                     \
+  X(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered")                       \
+  X(CUDA_ERROR_LAUNCH_TIMEOUT, "the launch timed out and was terminated")                         \
+  X(CUDA_ERROR_CONTEXT_IS_DESTROYED, "context is destroyed")                                      \
   X(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "part or all of the memory is already registered") \
-  X(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "the memory is not registered")       \
-  X(CUDA_ERROR_ILLEGAL_INSTRUCTION, "an illegal instruction was encountered")    \
-  X(CUDA_ERROR_MISALIGNED_ADDRESS, "misaligned address")                         \
-  X(CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure")                      \
-  X(CUDA_ERROR_NOT_PERMITTED, "operation not permitted")                         \
-  X(CUDA_ERROR_NOT_SUPPORTED, "operation not supported")                         \
-  X(CUDA_ERROR_SYSTEM_NOT_READY, "system not yet initialized")                   \
-  X(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "driver and kernel module do not match")  \
+  X(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "the memory is not registered")                        \
+  X(CUDA_ERROR_ILLEGAL_INSTRUCTION, "an illegal instruction was encountered")                     \
+  X(CUDA_ERROR_MISALIGNED_ADDRESS, "misaligned address")                                          \
+  X(CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure")                                       \
+  X(CUDA_ERROR_NOT_PERMITTED, "operation not permitted")                                          \
+  X(CUDA_ERROR_NOT_SUPPORTED, "operation not supported")                                          \
+  X(CUDA_ERROR_SYSTEM_NOT_READY, "system not yet initialized")                                    \
+  X(CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, "driver and kernel module do not match")                   \
   X(CUDA_ERROR_UNKNOWN, "unknown error")
 
 CUresult CUDAAPI cuGetErrorName(CUresult error, const char** text) {

@@ -130,7 +130,7 @@ CUresult pointer_attribute(void* out, CUpointer_attribute attribute, CUdeviceptr
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: store(out, known ? address : 0); return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_HOST_POINTER: store(out, host ? address : 0); return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-      store(out, !known ? kHostDevice
+      store(out, !known     ? kHostDevice
                  : physical ? physical->device
                  : host     ? (context != nullptr ? context->device() : 0)
                             : region->device);
@@ -204,8 +204,8 @@ CUresult CUDAAPI cuMemFreeHost(void* p) {
 
 CUresult CUDAAPI cuMemHostRegister_v2(void* p, size_t bytesize, unsigned int flags) {
   return api("cuMemHostRegister_v2", Needs::kContext, Where::kHost, [&](Call& call) {
-    constexpr unsigned kAll = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP |
-                              CU_MEMHOSTREGISTER_IOMEMORY | CU_MEMHOSTREGISTER_READ_ONLY;
+    constexpr unsigned kAll = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP | CU_MEMHOSTREGISTER_IOMEMORY |
+                              CU_MEMHOSTREGISTER_READ_ONLY;
     if (p == nullptr || bytesize == 0 || (flags & ~kAll) != 0) return CUDA_ERROR_INVALID_VALUE;
     return driver().memory.register_host(call.context, p, bytesize, flags);
   });
@@ -249,17 +249,16 @@ CUresult CUDAAPI cuMemcpyDtoHAsync_v2(void* dst, CUdeviceptr src, size_t nbytes,
 
 CUresult CUDAAPI cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t nbytes, CUstream stream) {
   return api("cuMemcpyDtoDAsync_v2", Needs::kContext, Where::kQueued, [&](Call& call) {
-    return queue_copy(call,
-                      {.dst = dst, .src = src, .nbytes = nbytes, .dst_must_be_device = true, .src_must_be_device = true},
-                      stream);
+    return queue_copy(
+        call, {.dst = dst, .src = src, .nbytes = nbytes, .dst_must_be_device = true, .src_must_be_device = true},
+        stream);
   });
 }
 
 CUresult CUDAAPI cuMemcpyHtoD_v2(CUdeviceptr dst, const void* src, size_t nbytes) {
   return api("cuMemcpyHtoD_v2", Needs::kContext, Where::kQueued, [&](Call& call) {
     return queue_copy(
-        call,
-        {.dst = dst, .src = address_of(src), .nbytes = nbytes, .dst_must_be_device = true, .synchronous = true},
+        call, {.dst = dst, .src = address_of(src), .nbytes = nbytes, .dst_must_be_device = true, .synchronous = true},
         nullptr);
   });
 }
@@ -267,8 +266,7 @@ CUresult CUDAAPI cuMemcpyHtoD_v2(CUdeviceptr dst, const void* src, size_t nbytes
 CUresult CUDAAPI cuMemcpyDtoH_v2(void* dst, CUdeviceptr src, size_t nbytes) {
   return api("cuMemcpyDtoH_v2", Needs::kContext, Where::kQueued, [&](Call& call) {
     return queue_copy(
-        call,
-        {.dst = address_of(dst), .src = src, .nbytes = nbytes, .src_must_be_device = true, .synchronous = true},
+        call, {.dst = address_of(dst), .src = src, .nbytes = nbytes, .src_must_be_device = true, .synchronous = true},
         nullptr);
   });
 }

@@ -58,9 +58,7 @@ CUresult find_kernel(const void* handle, const char* name, void** kernel) {
   return CUDA_SUCCESS;
 }
 
-bool is_alive(const std::shared_ptr<Function>& function) {
-  return function != nullptr && !function->module.expired();
-}
+bool is_alive(const std::shared_ptr<Function>& function) { return function != nullptr && !function->module.expired(); }
 
 }  // namespace
 
@@ -68,9 +66,8 @@ bool is_alive(const std::shared_ptr<Function>& function) {
 
 CUresult fake_cuLibraryLoadData(CUlibrary* library, const void* code, CUjit_option* jit_options, void** jit_values,
                                 unsigned int jit_count, CUlibraryOption*, void**, unsigned int) {
-  return api("cuLibraryLoadData", Needs::kInit, Where::kHost, [&](Call&) {
-    return load(code, jit_count, jit_options, jit_values, reinterpret_cast<void**>(library));
-  });
+  return api("cuLibraryLoadData", Needs::kInit, Where::kHost,
+             [&](Call&) { return load(code, jit_count, jit_options, jit_values, reinterpret_cast<void**>(library)); });
 }
 
 CUresult fake_cuLibraryUnload(CUlibrary library) {

@@ -25,9 +25,7 @@ CUresult create_stream(const Call& call, CUstream* stream, unsigned flags) {
 
 bool ending(const Context& context) { return driver().stopping || context.state() != CUDA_SUCCESS; }
 
-CUresult outcome(const Context& context) {
-  return driver().stopping ? CUDA_ERROR_DEINITIALIZED : context.state();
-}
+CUresult outcome(const Context& context) { return driver().stopping ? CUDA_ERROR_DEINITIALIZED : context.state(); }
 
 // An imported event whose exporter has destroyed it: undefined on a device.
 void check_exporter(const Call& call, const Event& event) {
@@ -150,8 +148,7 @@ CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned int flags) {
       if ((flags & CU_EVENT_DISABLE_TIMING) == 0) return CUDA_ERROR_INVALID_VALUE;
       shared = SharedMemory::create(1, device_uuid(settings().visible[call.context->device()]));
     }
-    *event = static_cast<CUevent>(
-        driver().events.add(std::make_shared<Event>(call.context, std::move(shared), false)));
+    *event = static_cast<CUevent>(driver().events.add(std::make_shared<Event>(call.context, std::move(shared), false)));
     driver().journal.live("event", 1);
     return CUDA_SUCCESS;
   });

@@ -1,12 +1,11 @@
 // What fake_cuda_internal.h promises.
-#include "doubles/cuda/fake_cuda_internal.h"
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
 
 #include "doubles/cuda/driver.h"
+#include "doubles/cuda/fake_cuda_internal.h"
 
 using namespace fastsync::fake;
 

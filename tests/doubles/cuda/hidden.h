@@ -16,10 +16,10 @@ CUresult fake_cuFuncLoad(CUfunction);
 CUresult fake_cuGetProcAddress_v2(const char*, void**, int, cuuint64_t, CUdriverProcAddressQueryResult*);
 
 // X(symbol, first driver version)
-#define FASTSYNC_FAKE_HIDDEN(X)  \
-  X(cuLibraryLoadData, 12000)    \
-  X(cuLibraryUnload, 12000)      \
-  X(cuLibraryGetKernel, 12000)   \
-  X(cuKernelGetFunction, 12000)  \
-  X(cuGetProcAddress_v2, 12000)  \
+#define FASTSYNC_FAKE_HIDDEN(X) \
+  X(cuLibraryLoadData, 12000)   \
+  X(cuLibraryUnload, 12000)     \
+  X(cuLibraryGetKernel, 12000)  \
+  X(cuKernelGetFunction, 12000) \
+  X(cuGetProcAddress_v2, 12000) \
   X(cuFuncLoad, 12040)

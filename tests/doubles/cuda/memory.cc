@@ -163,8 +163,8 @@ Translation Memory::translate(std::uint64_t address, std::uint64_t nbytes, int d
   if (region == nullptr) {
     auto after = dead_.upper_bound(address);
     if (after != dead_.begin() && address - std::prev(after)->first < std::prev(after)->second.first) {
-      result.problem = "use-after-free: " + range + " lies in " + kind_text(std::prev(after)->second.second) +
-                       " that was freed";
+      result.problem =
+          "use-after-free: " + range + " lies in " + kind_text(std::prev(after)->second.second) + " that was freed";
     } else if (is_device_address(address)) {
       result.problem = "wild-pointer: " + range + " is a device address that was never allocated";
     } else {
@@ -309,7 +309,8 @@ CUresult Memory::close_import(CUdeviceptr base) {
 // --- Host memory ------------------------------------------------------------------------------------------------------
 
 void* Memory::allocate_pinned(const std::shared_ptr<Context>& context, std::uint64_t nbytes, unsigned flags) {
-  void* memory = ::mmap(nullptr, round_up(nbytes, kPageBytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* memory =
+      ::mmap(nullptr, round_up(nbytes, kPageBytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
   std::memset(memory, kFreshPoison, nbytes);
   auto region = std::make_shared<Region>();

@@ -77,10 +77,10 @@ struct Region {
   std::uint32_t devices = ~std::uint32_t{0};  // mask of those that may use it
   unsigned flags = 0;                         // of cuMemHostAlloc and cuMemHostRegister
   std::weak_ptr<Context> context;
-  std::shared_ptr<SharedMemory> shared;       // kDevice, kImported
-  IpcTicket ticket;                           // kImported: what it was opened by
-  int opens = 1;                              // kImported
-  std::map<std::uint64_t, Piece> pieces;      // kReservation: by address
+  std::shared_ptr<SharedMemory> shared;   // kDevice, kImported
+  IpcTicket ticket;                       // kImported: what it was opened by
+  int opens = 1;                          // kImported
+  std::map<std::uint64_t, Piece> pieces;  // kReservation: by address
 
   std::atomic<bool> live{true};
   std::atomic<int> users{0};

@@ -114,7 +114,8 @@ bool Module::has_kernel(std::string_view name) const {
   for (std::size_t at = code_.find(kEntry); at != std::string::npos; at = code_.find(kEntry, at + 1)) {
     const std::size_t begin = code_.find_first_not_of(" \t\n", at + kEntry.size());
     if (begin != std::string::npos && code_.compare(begin, name.size(), name) == 0 &&
-        std::isalnum(static_cast<unsigned char>(code_[begin + name.size()])) == 0 && code_[begin + name.size()] != '_') {
+        std::isalnum(static_cast<unsigned char>(code_[begin + name.size()])) == 0 &&
+        code_[begin + name.size()] != '_') {
       return true;
     }
   }

@@ -46,11 +46,11 @@ std::optional<std::uint64_t> process_start(pid_t pid) noexcept {
   const ssize_t length = ::read(file.get(), text, sizeof text - 1);
   if (length <= 0) return std::nullopt;
   text[length] = '\0';
-  // "pid (comm) state ...": comm may hold anything, so from the last ')'. The start is field 22, state is field 3.
+  // "pid (comm) state ...": comm may hold anything, so from the last ')'. State is field 3, the start is field 22.
   const char* at = std::strrchr(text, ')');
   if (at == nullptr || at[1] == '\0' || at[2] == 'Z' || at[2] == 'X') return std::nullopt;
-  ++at;
-  for (int field = 2; field < 22 && at != nullptr; ++field) at = std::strchr(at + 1, ' ');
+  ++at;  // the blank before field 3
+  for (int field = 3; field < 22 && at != nullptr; ++field) at = std::strchr(at + 1, ' ');
   if (at == nullptr) return std::nullopt;
   return std::strtoull(at, nullptr, 10);
 }
@@ -80,7 +80,7 @@ std::shared_ptr<SharedMemory> SharedMemory::create(std::uint64_t nbytes, const U
 }
 
 std::shared_ptr<SharedMemory> SharedMemory::open(OwnedFd fd) noexcept {
-  struct stat status {};
+  struct stat status{};
   if (!fd || ::fstat(fd.get(), &status) != 0) return nullptr;
   const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
   if (!S_ISREG(status.st_mode) || file_bytes < 2 * kPageBytes || file_bytes % kPageBytes != 0) return nullptr;
@@ -97,7 +97,7 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const IpcTicket& ticket) noexce
   if (process_start(ticket.pid) != ticket.pid_start) return nullptr;
   const std::string path = "/proc/" + std::to_string(ticket.pid) + "/fd/" + std::to_string(ticket.fd);
   OwnedFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  struct stat status {};
+  struct stat status{};
   if (!fd || ::fstat(fd.get(), &status) != 0) return nullptr;
   if (status.st_dev != ticket.device || status.st_ino != ticket.inode) return nullptr;
   return open(std::move(fd));
@@ -114,7 +114,7 @@ IpcTicket SharedMemory::ticket(std::uint32_t kind) const noexcept {
   made.pid_start = process_start(made.pid).value_or(0);
   made.fd = fd_.get();
   made.nbytes = nbytes_;
-  struct stat status {};
+  struct stat status{};
   if (::fstat(made.fd, &status) == 0) {
     made.device = status.st_dev;
     made.inode = status.st_ino;

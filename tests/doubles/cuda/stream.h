@@ -45,8 +45,8 @@ struct Mark {
 struct fastsync_fake_op {
   fastsync::fake::Stream* stream = nullptr;
   const char* what = "";
-  std::vector<fastsync::fake::Pin> pins;             // what must not go away under it
-  std::vector<std::span<std::byte>> written;         // what a fault may corrupt
+  std::vector<fastsync::fake::Pin> pins;      // what must not go away under it
+  std::vector<std::span<std::byte>> written;  // what a fault may corrupt
 
   [[nodiscard]] bool stopping() const;
   // The host address of a device range, for a copy engine (`any_device`) or for code that runs on the stream's device.
