@@ -42,6 +42,11 @@ inline std::byte* pointer_to(DevicePtr address) noexcept {
   return reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));  // NOLINT(performance-no-int-to-ptr)
 }
 
+// A number where the driver's interface has a pointer (a size, a descriptor).
+inline void* number_as_pointer(std::uintptr_t number) noexcept {
+  return reinterpret_cast<void*>(number);  // NOLINT(performance-no-int-to-ptr)
+}
+
 }  // namespace cuda
 
 class CudaDriver {

@@ -303,7 +303,7 @@ Allocation CudaRuntime::import_memory(const MemoryHandle& handle) {
     memory.kind = DeviceMemory::Kind::kImportedVirtual;
     // The exporter rounded its size up in the same way: it is the same device.
     memory.mapped_bytes = whole_granules(handle.nbytes);
-    void* const descriptor = reinterpret_cast<void*>(static_cast<std::intptr_t>(handle.fd.get()));
+    void* const descriptor = cuda::number_as_pointer(static_cast<std::uintptr_t>(handle.fd.get()));
     check(api_.cuMemImportFromShareableHandle(&memory.handle, descriptor, cuda::kMemHandlePosixDescriptor),
           "cuMemImportFromShareableHandle", [&] { return concat("of ", handle.nbytes, " bytes"); });
     data = map(memory.handle, memory.mapped_bytes, handle.nbytes);

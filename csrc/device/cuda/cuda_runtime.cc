@@ -156,7 +156,7 @@ void CudaRuntime::load_kernels() {
   const Current current(*this);
   std::array<char, 2048> log{};
   std::array<int, 2> options = {cuda::kJitErrorLogBuffer, cuda::kJitErrorLogBufferBytes};
-  std::array<void*, 2> values = {log.data(), reinterpret_cast<void*>(std::uintptr_t{log.size() - 1})};
+  std::array<void*, 2> values = {log.data(), cuda::number_as_pointer(log.size() - 1)};
   check(api_.cuLibraryLoadData(&library_, kCopyKernelPtx, options.data(), values.data(), options.size(), nullptr,
                                nullptr, 0),
         "cuLibraryLoadData", [&] {
