@@ -27,7 +27,8 @@ bool ends_here(const char* symbol, ncclResult_t* result, fake::Fault* queued) {
 }
 
 ncclResult_t unknown(const char* symbol) {
-  return failed(ncclInvalidArgument, std::string(symbol) + ": this is no live communicator (null, destroyed or aborted)");
+  return failed(ncclInvalidArgument,
+                std::string(symbol) + ": this is no live communicator (null, destroyed or aborted)");
 }
 
 namespace {
@@ -35,24 +36,18 @@ namespace {
 std::uint64_t size_of(unsigned dtype) {
   switch (dtype) {
     case ncclInt8:
-    case ncclUint8:
-      return 1;
+    case ncclUint8: return 1;
     case ncclFloat8e4m3:
-    case ncclFloat8e5m2:
-      return version() >= 22400 ? 1 : 0;
+    case ncclFloat8e5m2: return version() >= 22400 ? 1 : 0;
     case ncclFloat16:
-    case ncclBfloat16:
-      return 2;
+    case ncclBfloat16: return 2;
     case ncclInt32:
     case ncclUint32:
-    case ncclFloat32:
-      return 4;
+    case ncclFloat32: return 4;
     case ncclInt64:
     case ncclUint64:
-    case ncclFloat64:
-      return 8;
-    default:
-      return 0;
+    case ncclFloat64: return 8;
+    default: return 0;
   }
 }
 
@@ -105,8 +100,8 @@ ncclResult_t check(const Call& call, const Communicator& communicator, Operation
   if (call.peer < 0 || static_cast<std::uint64_t>(call.peer) >= nranks) {
     return invalid("rank " + std::to_string(call.peer) + " of " + std::to_string(nranks));
   }
-  const bool reads = call.kind != Kind::kReceive &&
-                     (call.kind != Kind::kBroadcast || call.peer == communicator.mesh()->rank);
+  const bool reads =
+      call.kind != Kind::kReceive && (call.kind != Kind::kBroadcast || call.peer == communicator.mesh()->rank);
   if (call.count > 0 && ((reads && call.source == nullptr) || (call.kind != Kind::kSend && call.target == nullptr))) {
     return invalid("a buffer is null");
   }

@@ -31,9 +31,8 @@ ncclResult_t agree_on_child(const Mesh& parent, std::uint64_t number, int color,
   mine.number.store(number, std::memory_order_release);
   window.ring_all();
   const auto all_there = [&] {
-    return std::ranges::all_of(taking_part, [&](int rank) {
-      return child_of(rank).number.load(std::memory_order_acquire) == number;
-    });
+    return std::ranges::all_of(
+        taking_part, [&](int rank) { return child_of(rank).number.load(std::memory_order_acquire) == number; });
   };
   if (!wait_for(parent, all_there, must_stop)) return ncclInProgress;
   if (color == kNcclSplitNoColor) return ncclSuccess;

@@ -64,8 +64,7 @@ ncclResult_t Communicator::join_by(const Join& join, std::string* why) {
     case fake::FaultAction::kDelay:
       if (!sleep_unless_aborted(options_.fault.delay)) return ncclInProgress;
       break;
-    default:
-      break;
+    default: break;
   }
   Mesh mesh;
   ncclUniqueId id{};
@@ -139,7 +138,8 @@ void Communicator::hear(int peer) {
   gone_[index] = 1;
   lost_[index] = 1;
   if (!expected && options_.settings.peer_loss_is_error) {
-    set_state(ncclRemoteError, "the connection to rank " + std::to_string(peer) + " ended: its process died or aborted");
+    set_state(ncclRemoteError,
+              "the connection to rank " + std::to_string(peer) + " ended: its process died or aborted");
   }
 }
 
@@ -252,8 +252,7 @@ ncclResult_t Communicator::launch(std::vector<Operation> operations) {
     if (result == CUDA_SUCCESS) {
       self->set_state(ncclSuccess);
     } else {
-      self->set_state(ncclUnhandledCudaError,
-                      "the stream refused the operation: CUDA error " + std::to_string(result));
+      self->set_state(ncclUnhandledCudaError, "the stream refused the operation: CUDA error " + std::to_string(result));
     }
   });
   signal_event(wake_.get());
@@ -275,9 +274,7 @@ void Communicator::retire(std::uint64_t ticket) {
 }
 
 CUresult Communicator::execute(const std::vector<Operation>& operations, std::uint64_t ticket, fastsync_fake_op* op) {
-  const Exchange::StopTest stop = [this, ticket, op] {
-    return ticket < skip_below_ || driver().stopping(op) != 0;
-  };
+  const Exchange::StopTest stop = [this, ticket, op] { return ticket < skip_below_ || driver().stopping(op) != 0; };
   {
     std::unique_lock lock(mutex_);
     if (stop()) return CUDA_SUCCESS;
@@ -308,16 +305,13 @@ bool Communicator::suffer(const fake::Fault& fault, const Exchange::StopTest& st
     case fake::FaultAction::kFailLater:
       set_state(static_cast<ncclResult_t>(fault.code), "injected failure of an operation");
       return true;
-    case fake::FaultAction::kHang:
-      exchange_->wait_for_stop(stop);
-      return true;
+    case fake::FaultAction::kHang: exchange_->wait_for_stop(stop); return true;
     case fake::FaultAction::kDelay: {
       const Exchange::StopTest over = [&] { return stop() || std::chrono::steady_clock::now() >= end; };
       exchange_->wait_for_stop(over);
       return stop();
     }
-    default:
-      return false;
+    default: return false;
   }
 }
 
@@ -334,8 +328,8 @@ CUresult Communicator::collective(const Operation& operation, fastsync_fake_op* 
   if (suffer(operation.fault, stop)) return CUDA_SUCCESS;
   const bool gathers = operation.kind == Kind::kAllGather;
   const bool reads = gathers || operation.peer == mesh_->rank;
-  const std::uint64_t target_bytes = gathers ? operation.nbytes * static_cast<std::uint64_t>(mesh_->nranks)
-                                             : operation.nbytes;
+  const std::uint64_t target_bytes =
+      gathers ? operation.nbytes * static_cast<std::uint64_t>(mesh_->nranks) : operation.nbytes;
   void* source = nullptr;
   void* target = nullptr;
   CUresult result = driver().translate(op, operation.target, target_bytes, 1, &target);
@@ -369,8 +363,8 @@ CUresult Communicator::point_to_point(const std::vector<Operation>& operations, 
     if (suffer(operation.fault, stop)) return CUDA_SUCCESS;
     void* memory = nullptr;
     if (operation.nbytes > 0) {
-      const CUresult result = driver().translate(op, sends ? operation.source : operation.target, operation.nbytes,
-                                                 sends ? 0 : 1, &memory);
+      const CUresult result =
+          driver().translate(op, sends ? operation.source : operation.target, operation.nbytes, sends ? 0 : 1, &memory);
       if (result != CUDA_SUCCESS) return result;
     }
     parts.push_back({sends, operation.peer, static_cast<std::byte*>(memory), operation.nbytes});

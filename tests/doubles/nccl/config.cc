@@ -6,9 +6,7 @@
 namespace fastsync::fake_nccl {
 namespace {
 
-bool in_range(int value, int least, int most) {
-  return value == kNcclUndefInt || (value >= least && value <= most);
-}
+bool in_range(int value, int least, int most) { return value == kNcclUndefInt || (value >= least && value <= most); }
 
 }  // namespace
 
@@ -39,16 +37,17 @@ ncclResult_t read_config(const ncclConfig_t* config, int version, ncclConfig_t* 
     read->shrinkShare = defaults.shrinkShare;
     read->nvlsCTAs = defaults.nvlsCTAs;
   }
-  const bool ordered = read->minCTAs == kNcclUndefInt || read->maxCTAs == kNcclUndefInt || read->minCTAs <= read->maxCTAs;
-  const char* wrong = !in_range(read->blocking, 0, 1)                       ? "blocking"
-                      : !in_range(read->cgaClusterSize, 0, 8)               ? "cgaClusterSize"
-                      : !in_range(read->minCTAs, 1, INT_MAX)                ? "minCTAs"
-                      : !in_range(read->maxCTAs, 1, INT_MAX) || !ordered    ? "maxCTAs"
-                      : !in_range(read->splitShare, 0, 1)                   ? "splitShare"
-                      : !in_range(read->collnetEnable, 0, 1)                ? "collnetEnable"
-                      : !in_range(read->shrinkShare, 0, 1)                  ? "shrinkShare"
-                      : !in_range(read->nvlsCTAs, 1, INT_MAX)               ? "nvlsCTAs"
-                                                                            : nullptr;
+  const bool ordered =
+      read->minCTAs == kNcclUndefInt || read->maxCTAs == kNcclUndefInt || read->minCTAs <= read->maxCTAs;
+  const char* wrong = !in_range(read->blocking, 0, 1)                    ? "blocking"
+                      : !in_range(read->cgaClusterSize, 0, 8)            ? "cgaClusterSize"
+                      : !in_range(read->minCTAs, 1, INT_MAX)             ? "minCTAs"
+                      : !in_range(read->maxCTAs, 1, INT_MAX) || !ordered ? "maxCTAs"
+                      : !in_range(read->splitShare, 0, 1)                ? "splitShare"
+                      : !in_range(read->collnetEnable, 0, 1)             ? "collnetEnable"
+                      : !in_range(read->shrinkShare, 0, 1)               ? "shrinkShare"
+                      : !in_range(read->nvlsCTAs, 1, INT_MAX)            ? "nvlsCTAs"
+                                                                         : nullptr;
   if (wrong == nullptr) return ncclSuccess;
   *why = std::string("ncclConfig_t has an invalid value of ") + wrong;
   return ncclInvalidArgument;

@@ -106,8 +106,8 @@ Outcome Exchange::agree(const CollectiveHeader& header, const StopTest& must_sto
 
 // Publishes this end's size, and looks for the other's. True if something moved.
 bool Exchange::step_offer(Transfer& transfer, std::string* mismatch) {
-  Channel& channel = transfer.is_send ? window_.channel(mesh_.rank, transfer.peer)
-                                      : window_.channel(transfer.peer, mesh_.rank);
+  Channel& channel =
+      transfer.is_send ? window_.channel(mesh_.rank, transfer.peer) : window_.channel(transfer.peer, mesh_.rank);
   const std::uint64_t slot = transfer.number % 2;
   Channel::Offer& mine = transfer.is_send ? channel.send[slot] : channel.receive[slot];
   const Channel::Offer& other = transfer.is_send ? channel.receive[slot] : channel.send[slot];

@@ -67,7 +67,7 @@ class Exchange {
   const std::chrono::microseconds chunk_delay_;
   std::uint64_t random_;
   std::uint64_t collectives_ = 0;
-  std::vector<std::uint64_t> sends_;     // by peer: numbers given out so far
+  std::vector<std::uint64_t> sends_;  // by peer: numbers given out so far
   std::vector<std::uint64_t> receives_;
 };
 

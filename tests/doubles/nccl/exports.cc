@@ -130,27 +130,18 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
 const char* ncclGetErrorString(ncclResult_t result) {
   journal().call("ncclGetErrorString");
   switch (static_cast<unsigned>(result)) {
-    case ncclSuccess:
-      return "no error";
-    case ncclUnhandledCudaError:
-      return "unhandled cuda error";
-    case ncclSystemError:
-      return "unhandled system error";
-    case ncclInternalError:
-      return "internal error";
-    case ncclInvalidArgument:
-      return "invalid argument";
-    case ncclInvalidUsage:
-      return "invalid usage";
-    case ncclRemoteError:
-      return "a remote process ended or the network failed";
-    case ncclInProgress:
-      return "in progress";
+    case ncclSuccess: return "no error";
+    case ncclUnhandledCudaError: return "unhandled cuda error";
+    case ncclSystemError: return "unhandled system error";
+    case ncclInternalError: return "internal error";
+    case ncclInvalidArgument: return "invalid argument";
+    case ncclInvalidUsage: return "invalid usage";
+    case ncclRemoteError: return "a remote process ended or the network failed";
+    case ncclInProgress: return "in progress";
     case kNcclTimeout:
       if (version() >= 23000) return "timeout";
       [[fallthrough]];
-    default:
-      return "unknown result code";
+    default: return "unknown result code";
   }
 }
 
@@ -299,13 +290,13 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
 }  // namespace since
 
 // An indirect function is asked for its address when dlsym() finds it: null is "not there".
-#define FASTSYNC_EXPORT_SINCE(least, result, name, parameters)                                                   \
-  using name##_pointer = result(*) parameters;                                                                   \
-  extern "C" {                                                                                                   \
-  __attribute__((used, no_sanitize("address", "thread", "undefined"))) static name##_pointer resolve_##name() {  \
-    return version() >= (least) ? &since::name : nullptr;                                                        \
-  }                                                                                                              \
-  __attribute__((visibility("default"), ifunc("resolve_" #name))) result name parameters;                        \
+#define FASTSYNC_EXPORT_SINCE(least, result, name, parameters)                                                  \
+  using name##_pointer = result(*) parameters;                                                                  \
+  extern "C" {                                                                                                  \
+  __attribute__((used, no_sanitize("address", "thread", "undefined"))) static name##_pointer resolve_##name() { \
+    return version() >= (least) ? &since::name : nullptr;                                                       \
+  }                                                                                                             \
+  __attribute__((visibility("default"), ifunc("resolve_" #name))) result name parameters;                       \
   }
 
 #define FASTSYNC_SINCE_2_18_1(result, name, parameters) FASTSYNC_EXPORT_SINCE(21801, result, name, parameters)

@@ -18,8 +18,8 @@ class StreamWork : public std::enable_shared_from_this<StreamWork> {
  public:
   // `run` is called once, or not at all where a stream fails; `stop` says that nobody waits any more.
   // `released` is called once, in the end, whatever happened.
-  StreamWork(std::vector<CUstream> streams, std::function<CUresult(fastsync_fake_op*)> run,
-             std::function<bool()> stop, std::function<void()> released);
+  StreamWork(std::vector<CUstream> streams, std::function<CUresult(fastsync_fake_op*)> run, std::function<bool()> stop,
+             std::function<void()> released);
   ~StreamWork();
   StreamWork(const StreamWork&) = delete;
   StreamWork& operator=(const StreamWork&) = delete;

@@ -64,9 +64,9 @@ struct ncclConfig_t {
   int minCTAs = kNcclUndefInt;
   int maxCTAs = kNcclUndefInt;
   const char* netName = nullptr;
-  int splitShare = kNcclUndefInt;     // 2.18
-  int trafficClass = kNcclUndefInt;   // 2.26
-  const char* commName = nullptr;     // 2.27
+  int splitShare = kNcclUndefInt;    // 2.18
+  int trafficClass = kNcclUndefInt;  // 2.26
+  const char* commName = nullptr;    // 2.27
   int collnetEnable = kNcclUndefInt;
   int CTAPolicy = kNcclUndefInt;
   int shrinkShare = kNcclUndefInt;

@@ -179,8 +179,8 @@ class Server {
                                            std::to_string(hello.nranks));
       }
       if (++seen[static_cast<std::size_t>(hello.rank)] > 1) {
-        return refuse(ncclRemoteError, "rank " + std::to_string(hello.rank) + " of " + std::to_string(nranks) +
-                                           " has come twice");
+        return refuse(ncclRemoteError,
+                      "rank " + std::to_string(hello.rank) + " of " + std::to_string(nranks) + " has come twice");
       }
     }
     if (known.size() < static_cast<std::size_t>(nranks)) return false;

@@ -56,8 +56,7 @@ Settings Settings::from_environment() {
   Settings settings;
   settings.diagnose = read_flag("FASTSYNC_FAKE_NCCL_DIAGNOSE", false);
   settings.destroy_waits = read_flag("FASTSYNC_FAKE_NCCL_DESTROY_BARRIER", true);
-  settings.chunk_delay =
-      std::chrono::microseconds(read_number("FASTSYNC_FAKE_NCCL_CHUNK_DELAY_US", 0, 10'000'000));
+  settings.chunk_delay = std::chrono::microseconds(read_number("FASTSYNC_FAKE_NCCL_CHUNK_DELAY_US", 0, 10'000'000));
   settings.ranks_may_share_device = version() >= 23003 && read_flag("NCCL_MULTI_RANK_GPU_ENABLE", false);
   const std::string_view loss = read_word("FASTSYNC_FAKE_NCCL_PEER_LOSS");
   if (loss == "hang") {
