@@ -320,7 +320,7 @@ TEST(CudaDouble, RefusesAPointerThatIsNotAlive) {
     expect_violation("use-after-free");
     EXPECT_EQ(CU(cuMemcpyDtoDAsync)(memory + 1, memory, kBytes, stream), CUDA_ERROR_INVALID_VALUE);
     expect_violation("out-of-bounds");
-    EXPECT_EQ(CU(cuMemsetD8Async)(freed + (std::uint64_t{1} << 40), 0, 1, stream), CUDA_ERROR_INVALID_VALUE);
+    EXPECT_EQ(CU(cuMemsetD8Async)(freed + (std::uint64_t{16} << 30), 0, 1, stream), CUDA_ERROR_INVALID_VALUE);
     expect_violation("wild-pointer");
     for (int i = 0; i < 100; ++i) {  // an address is never given out again
       const CUdeviceptr again = device_memory(kBytes);

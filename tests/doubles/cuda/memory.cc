@@ -15,8 +15,10 @@
 namespace fastsync::fake {
 namespace {
 
-constexpr std::uint64_t kRangeBytes = std::uint64_t{4} << 40;  // of addresses; costs nothing until it is used
-constexpr std::uint64_t kGuardBytes = kGranularity;            // between two allocations
+// Of addresses: they cost nothing. Less where something, such as a sanitizer, has left no such hole.
+constexpr std::uint64_t kMostRangeBytes = std::uint64_t{4} << 40;
+constexpr std::uint64_t kLeastRangeBytes = std::uint64_t{64} << 30;
+constexpr std::uint64_t kGuardBytes = kGranularity;  // between two allocations
 constexpr std::uint64_t kMaxRegistration = std::uint64_t{512} << 30;
 
 std::uint32_t mask_of(int device) noexcept { return std::uint32_t{1} << static_cast<unsigned>(device); }
@@ -86,14 +88,16 @@ Region::~Region() {
 }
 
 Memory::Memory() {
-  void* range = map_no_access(kRangeBytes);
+  std::uint64_t nbytes = kMostRangeBytes;
+  void* range = map_no_access(nbytes);
+  while (range == nullptr && nbytes > kLeastRangeBytes) range = map_no_access(nbytes /= 2);
   if (range == nullptr) {
     std::fprintf(stderr, "fake_cuda: cannot reserve %llu bytes of addresses\n",
-                 static_cast<unsigned long long>(kRangeBytes));
+                 static_cast<unsigned long long>(kLeastRangeBytes));
     std::abort();
   }
   range_begin_ = reinterpret_cast<std::uint64_t>(range);
-  range_end_ = range_begin_ + kRangeBytes;
+  range_end_ = range_begin_ + nbytes;
   next_ = round_up(range_begin_, kGranularity);
 }
 
@@ -103,7 +107,7 @@ bool Memory::is_device_address(std::uint64_t address) const noexcept {
 
 std::uint64_t Memory::take_range_locked(std::uint64_t nbytes, std::uint64_t alignment) {
   const std::uint64_t base = round_up(next_, std::max(alignment, kGranularity));
-  if (nbytes > kRangeBytes || base + nbytes + kGuardBytes > range_end_) return 0;
+  if (nbytes > kMostRangeBytes || base + nbytes + kGuardBytes > range_end_) return 0;
   next_ = round_up(base + nbytes + kGuardBytes, kGranularity);
   return base;
 }
