@@ -8,6 +8,7 @@
 #include <chrono>
 #include <memory>
 
+#include "binding/devices.h"
 #include "binding/tensor_table.h"
 #include "comm/shm/shm_communicator.h"
 #include "common/checksum.h"
@@ -89,11 +90,12 @@ py::dict phases_dict(const PhaseSeconds& p) {
   return d;
 }
 
-TensorMeta make_meta(std::string name, std::string dtype, std::vector<std::int64_t> shape, std::uint32_t itemsize) {
+TensorMeta make_meta(const std::string& name, const std::string& dtype, const std::vector<std::int64_t>& shape,
+                     std::uint32_t itemsize) {
   TensorMeta meta;
-  meta.name = std::move(name);
-  meta.dtype = std::move(dtype);
-  meta.shape = std::move(shape);
+  meta.name = name;
+  meta.dtype = dtype;
+  meta.shape.assign(shape.begin(), shape.end());
   meta.itemsize = itemsize;
   meta.nbytes = itemsize;
   for (const auto d : meta.shape) meta.nbytes *= static_cast<std::uint64_t>(d);
@@ -201,7 +203,7 @@ PYBIND11_MODULE(_core, m) {
           "append",
           [](Manifest& self, std::string name, std::string dtype, std::vector<std::int64_t> shape,
              std::uint32_t itemsize) {
-            self.append(make_meta(std::move(name), std::move(dtype), std::move(shape), itemsize));
+            self.append(make_meta(name, dtype, shape, itemsize));
           },
           py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("itemsize"))
       .def("__len__", &Manifest::size)
@@ -245,7 +247,8 @@ PYBIND11_MODULE(_core, m) {
       .def("refresh", &TensorTable::refresh, py::arg("names"), py::arg("objects"))
       .def("describe", &TensorTable::describe, py::arg("index"), py::arg("dtype"), py::arg("shape"),
            py::arg("byte_strides"), py::arg("itemsize"), py::arg("address"), py::arg("flip_real"), py::arg("flip_imag"),
-           py::arg("is_complex"))
+           py::arg("is_complex"), py::arg("device"))
+      .def("device", &TensorTable::device)
       .def("find_ties", &TensorTable::find_ties)
       .def("check_destinations", &TensorTable::check_destinations)
       .def_property_readonly("changed", &TensorTable::changed)
@@ -263,6 +266,8 @@ PYBIND11_MODULE(_core, m) {
            py::keep_alive<1, 2>())
       .def_property_readonly("missing", [](const TableBinder& b) { return b.lists().missing; })
       .def_property_readonly("unexpected", [](const TableBinder& b) { return b.lists().unexpected; });
+
+  bind_devices(m);
 
   // --- connections
   py::class_<OwnedFd>(m, "Socket");
@@ -300,6 +305,13 @@ PYBIND11_MODULE(_core, m) {
             s.open(to_timeout(timeout_s), make_hook(hook));
           },
           py::arg("timeout_s"), py::arg("hook"))
+      .def(
+          "use_device",
+          [](WeightSender& s, std::shared_ptr<DeviceRuntime> runtime, std::uintptr_t stream) {
+            s.use_device(std::move(runtime), reinterpret_cast<void*>(stream));
+          },
+          py::arg("runtime"), py::arg("stream"))
+      .def_property_readonly("transport_reason", &WeightSender::transport_reason)
       .def("connect_all", &WeightSender::connect_all, NoGil())
       .def("join", &WeightSender::join, py::arg("transport"), py::arg("candidates"), NoGil())
       .def(
@@ -324,8 +336,9 @@ PYBIND11_MODULE(_core, m) {
           "send_plan",
           [](WeightSender& s, const TensorTable& table) {
             const auto views = table.views();
+            const auto stamp = table.layout_stamp();
             const py::gil_scoped_release release;
-            s.send_plan(views);
+            s.send_plan(views, stamp);
           },
           py::arg("table"))
       .def(
@@ -333,7 +346,8 @@ PYBIND11_MODULE(_core, m) {
           [](WeightSender& s, const std::string& name, const py::object& object) {
             TensorMeta meta;
             TensorView view;
-            if (!TorchAccess::get().describe(object, meta, view)) return false;
+            int device = -1;
+            if (!TorchAccess::get().describe(object, meta, view, device) || device >= 0) return false;
             meta.name = name;
             const py::gil_scoped_release release;
             s.push(std::move(meta), view);
@@ -342,11 +356,11 @@ PYBIND11_MODULE(_core, m) {
           py::arg("name"), py::arg("tensor"))
       .def(
           "push",
-          [](WeightSender& s, std::string name, std::string dtype, std::vector<std::int64_t> shape,
+          [](WeightSender& s, const std::string& name, const std::string& dtype, const std::vector<std::int64_t>& shape,
              const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real,
-             bool flip_imag, bool is_complex) {
+             bool flip_imag, bool is_complex, std::uintptr_t stream) {
             TensorView view;
-            TensorMeta meta = make_meta(std::move(name), std::move(dtype), std::move(shape), itemsize);
+            TensorMeta meta = make_meta(name, dtype, shape, itemsize);
             view.data = reinterpret_cast<std::byte*>(address);
             view.nbytes = meta.nbytes;
             view.itemsize = itemsize;
@@ -355,15 +369,15 @@ PYBIND11_MODULE(_core, m) {
             view.complex = is_complex;
             if (!byte_strides.is_none()) {
               view.contiguous = false;
-              view.shape = meta.shape;
+              view.shape = shape;
               view.strides = byte_strides.cast<std::vector<std::int64_t>>();
               normalize(view);
             }
             const py::gil_scoped_release release;
-            s.push(std::move(meta), view);
+            s.push(std::move(meta), view, reinterpret_cast<void*>(stream));
           },
           py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("byte_strides"), py::arg("itemsize"),
-          py::arg("address"), py::arg("flip_real"), py::arg("flip_imag"), py::arg("is_complex"))
+          py::arg("address"), py::arg("flip_real"), py::arg("flip_imag"), py::arg("is_complex"), py::arg("stream"))
       .def("finish_stream",
            [](WeightSender& s) {
              const py::gil_scoped_release release;
@@ -413,6 +427,14 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("has_missed", &WeightReceiver::has_missed)
       .def(
           "connect", [](WeightReceiver& r, OwnedFd& socket) { return r.connect(std::move(socket)); }, py::arg("socket"))
+      .def(
+          "use_device",
+          [](WeightReceiver& r, std::shared_ptr<DeviceRuntime> runtime, std::uintptr_t stream, bool flexible) {
+            r.use_device(std::move(runtime), reinterpret_cast<void*>(stream), flexible);
+          },
+          py::arg("runtime"), py::arg("stream"), py::arg("flexible"))
+      .def("verify_first", &WeightReceiver::verify_first, py::arg("value"))
+      .def_property_readonly("on_device", &WeightReceiver::on_device)
       .def("announce", &WeightReceiver::announce, py::arg("transport"), NoGil())
       .def(
           "join",
@@ -446,8 +468,9 @@ PYBIND11_MODULE(_core, m) {
           },
           py::arg("driver"))
       .def(
-          "receive_into", [](WeightReceiver& r, TableBinder& binder) { r.receive_into(binder); }, py::arg("binder"),
-          NoGil())
+          "receive_into",
+          [](WeightReceiver& r, TableBinder& binder) { r.receive_into(binder, binder.table().layout_stamp()); },
+          py::arg("binder"), NoGil())
       .def(
           "next_bucket",
           // (address, used_bytes, [(tensor, tensor_offset, bucket_offset, nbytes, completes)], tensors_begin, tensors_end)

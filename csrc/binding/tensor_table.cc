@@ -43,6 +43,7 @@ struct DlExchange {
   void* current_stream;
 };
 constexpr std::int32_t kDlCpu = 1;
+constexpr std::int32_t kDlCuda = 2;
 constexpr std::int32_t kDlPinned = 3;
 constexpr std::uint8_t kDlComplex = 5;
 
@@ -190,7 +191,7 @@ void TorchAccess::learn_dtype(const py::handle& example, const std::string& name
   PyObject* const dtype = PyObject_GetAttr(example.ptr(), dtype_name());
   if (dtype == nullptr) throw py::error_already_set();
   const auto [it, inserted] =
-      dtypes_.try_emplace(dtype_key(t.dtype), DtypeEntry{name, itemsize, t.dtype.code == kDlComplex, dtype, false});
+      dtypes_.try_emplace(dtype_key(t.dtype), DtypeEntry{KeptText(name), itemsize, t.dtype.code == kDlComplex, dtype, false});
   if (!inserted) {
     it->second.ambiguous = true;
     Py_DECREF(dtype);
@@ -212,7 +213,18 @@ const TorchAccess::DtypeEntry* TorchAccess::find_dtype(std::uint32_t key, PyObje
   return &it->second;
 }
 
-bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorView& view) const {
+namespace {
+bool knows_device(const DlDevice& device) {
+  return device.type == kDlCpu || device.type == kDlPinned || device.type == kDlCuda;
+}
+int ordinal_of(const DlDevice& device) { return device.type == kDlCuda ? device.id : -1; }
+std::uint64_t next_layout_stamp() {
+  static std::uint64_t last = 0;  // guarded by the interpreter lock
+  return ++last;
+}
+}  // namespace
+
+bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorView& view, int& device) const {
   if (exchange_ == nullptr) return false;
   PyObject* const o = object.ptr();
   if (std::find(plain_types_.begin(), plain_types_.end(), reinterpret_cast<PyObject*>(Py_TYPE(o))) ==
@@ -224,7 +236,8 @@ bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorVie
     PyErr_Clear();
     return false;
   }
-  if (t.device.type != kDlCpu && t.device.type != kDlPinned) return false;
+  if (!knows_device(t.device)) return false;
+  device = ordinal_of(t.device);
   const DtypeEntry* const dtype = find_dtype(dtype_key(t.dtype), o);
   if (dtype == nullptr) return false;
   if (calls_true(o, is_neg_name()) || (dtype->complex && calls_true(o, is_conj_name()))) return false;
@@ -239,7 +252,7 @@ bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorVie
   view.itemsize = meta.itemsize;
   if (!row_major(t.shape, t.strides, t.ndim)) {
     view.contiguous = false;
-    view.shape = meta.shape;
+    view.shape.assign(meta.shape.begin(), meta.shape.end());
     view.strides.resize(meta.shape.size());
     for (std::int32_t d = 0; d < t.ndim; ++d) {
       view.strides[static_cast<std::size_t>(d)] = t.strides[d] * static_cast<std::int64_t>(meta.itemsize);
@@ -259,6 +272,9 @@ void TensorTable::clear() {
   metas_.clear();
   views_.clear();
   element_strides_.clear();
+  devices_.clear();
+  device_.reset();
+  layout_stamp_ = next_layout_stamp();
   index_.clear();
   overlaps_.clear();
   changed_ = moved_ = true;
@@ -285,6 +301,7 @@ void TensorTable::remember_short_form(std::size_t index, PyObject* object) {
   if (!view.contiguous || view.nbytes == 0 || TorchAccess::get().exchange_(object, &t) != 0 || t.ndim > kShortDims)
     return;
   id.data = view.data;
+  id.device = devices_[index];
   id.dtype_key = dtype_key(t.dtype);
   id.complex = t.dtype.code == kDlComplex;
   const auto entry = TorchAccess::get().dtypes_.find(id.dtype_key);
@@ -306,7 +323,7 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
   if (id.ndim >= 0) {  // the common case: contiguous, few dimensions
     if (t.ndim != id.ndim || static_cast<std::byte*>(t.data) + t.byte_offset != id.data ||
         dtype_key(t.dtype) != id.dtype_key || !std::equal(id.shape, id.shape + id.ndim, t.shape) ||
-        !row_major(t.shape, t.strides, t.ndim) || (t.device.type != kDlCpu && t.device.type != kDlPinned)) {
+        !row_major(t.shape, t.strides, t.ndim) || !knows_device(t.device) || ordinal_of(t.device) != id.device) {
       return false;
     }
     if (id.ambiguous && torch.find_dtype(id.dtype_key, object) == nullptr) return false;
@@ -315,8 +332,10 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
   }
   const TensorMeta& meta = metas_[index];
   const TensorView& view = views_[index];
-  if (static_cast<std::size_t>(t.ndim) != meta.shape.size() || (t.device.type != kDlCpu && t.device.type != kDlPinned))
+  if (static_cast<std::size_t>(t.ndim) != meta.shape.size() || !knows_device(t.device) ||
+      ordinal_of(t.device) != devices_[index]) {
     return false;
+  }
   if (!std::equal(meta.shape.begin(), meta.shape.end(), t.shape)) return false;
   const auto* const dtype = torch.find_dtype(dtype_key(t.dtype), object);
   if (dtype == nullptr || dtype->name != meta.dtype) return false;
@@ -332,7 +351,7 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
   return data == view.data;
 }
 
-void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& view) {
+void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& view, int device) {
   TensorMeta& old = metas_[index];
   if (old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize ||
       old.nbytes != meta.nbytes) {
@@ -345,6 +364,9 @@ void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& vie
   auto& strides = element_strides_[index];
   strides.clear();
   views_[index] = std::move(view);
+  devices_[index] = static_cast<std::int16_t>(device);
+  device_.reset();
+  layout_stamp_ = next_layout_stamp();
   moved_ = true;
   checked_ = false;
 }
@@ -367,6 +389,7 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
     metas_.resize(n);
     views_.resize(n);
     element_strides_.resize(n);
+    devices_.resize(n, -1);
     for (std::size_t i = 0; i < n; ++i) {
       PyObject* const name = PyList_GET_ITEM(names.ptr(), static_cast<Py_ssize_t>(i));
       Py_ssize_t length = 0;
@@ -385,7 +408,7 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
     }
     for (std::size_t i = 0; i < n; ++i) {
       if (!index_.try_emplace(metas_[i].name, static_cast<std::uint32_t>(i)).second) {
-        const std::string duplicate = metas_[i].name;
+        const std::string duplicate(metas_[i].name);
         clear();
         throw InvalidArgument(
             concat("rank ", rank_, ": tensor name '", duplicate, "' comes twice; names must be unique"), rank_);
@@ -404,9 +427,9 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
     if (same_names && unchanged(i, object)) continue;
     TensorMeta meta;
     TensorView view;
-    if (torch.describe(object, meta, view)) {
-      std::vector<std::int64_t> strides;
-      install(i, std::move(meta), std::move(view));
+    int device = -1;
+    if (torch.describe(object, meta, view, device)) {
+      install(i, std::move(meta), std::move(view), device);
       if (!views_[i].contiguous || views_[i].nbytes == 0) {
         DlTensor t{};
         if (torch.exchange_(object, &t) == 0 && t.strides != nullptr) {
@@ -425,11 +448,11 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
 
 void TensorTable::describe(std::size_t index, const std::string& dtype, const std::vector<std::int64_t>& shape,
                            const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address,
-                           bool flip_real, bool flip_imag, bool is_complex) {
+                           bool flip_real, bool flip_imag, bool is_complex, int device) {
   if (index >= metas_.size()) throw InternalError(concat("no tensor number ", index));
   TensorMeta meta;
   meta.dtype = dtype;
-  meta.shape = shape;
+  meta.shape.assign(shape.begin(), shape.end());
   meta.itemsize = itemsize;
   meta.nbytes = itemsize;
   for (const auto d : shape) meta.nbytes *= static_cast<std::uint64_t>(d);
@@ -440,7 +463,7 @@ void TensorTable::describe(std::size_t index, const std::string& dtype, const st
   view.flip_real = flip_real ? 1 : 0;
   view.flip_imag = flip_imag ? 1 : 0;
   view.complex = is_complex;
-  std::vector<std::int64_t> strides;
+  KeptInts strides;
   if (!byte_strides.is_none()) {
     view.contiguous = false;
     view.shape = shape;
@@ -449,8 +472,25 @@ void TensorTable::describe(std::size_t index, const std::string& dtype, const st
     for (const auto s : view.strides) strides.push_back(s / static_cast<std::int64_t>(itemsize));
     normalize(view);
   }
-  install(index, std::move(meta), std::move(view));
+  install(index, std::move(meta), std::move(view), device);
   element_strides_[index] = std::move(strides);
+}
+
+int TensorTable::device() {
+  if (device_) return *device_;
+  std::optional<std::size_t> first;
+  const auto place = [](int ordinal) { return ordinal < 0 ? std::string("the CPU") : concat("cuda:", ordinal); };
+  for (std::size_t i = 0; i < views_.size(); ++i) {
+    if (views_[i].nbytes == 0) continue;  // no bytes, no place
+    if (!first) first = i;
+    if (devices_[i] == devices_[*first]) continue;
+    throw InvalidArgument(concat("rank ", rank_, ": tensor '", metas_[i].name, "' is on ", place(devices_[i]), ", tensor '",
+                                 metas_[*first].name, "' on ", place(devices_[*first]),
+                                 "; the tensors of one sync must be on one device: move them, or sync them apart"),
+                          rank_);
+  }
+  device_ = first ? devices_[*first] : -1;
+  return *device_;
 }
 
 namespace {
@@ -474,8 +514,8 @@ std::vector<Range> sorted_ranges(std::span<const TensorView> views) {
   return ranges;
 }
 
-std::vector<std::int64_t> row_major_strides(const std::vector<std::int64_t>& shape) {
-  std::vector<std::int64_t> strides(shape.size());
+KeptInts row_major_strides(const KeptInts& shape) {
+  KeptInts strides(shape.size());
   std::int64_t step = 1;
   for (std::size_t d = shape.size(); d-- > 0;) {
     strides[d] = step;
@@ -485,9 +525,8 @@ std::vector<std::int64_t> row_major_strides(const std::vector<std::int64_t>& sha
 }
 
 // Strides of size-1 dimensions mean nothing, and torch fills them in differently.
-std::vector<std::int64_t> comparable_strides(const std::vector<std::int64_t>& strides,
-                                             const std::vector<std::int64_t>& shape) {
-  std::vector<std::int64_t> out = strides.empty() ? row_major_strides(shape) : strides;
+KeptInts comparable_strides(const KeptInts& strides, const KeptInts& shape) {
+  KeptInts out = strides.empty() ? row_major_strides(shape) : strides;
   for (std::size_t d = 0; d < out.size(); ++d) {
     if (shape[d] == 1) out[d] = 0;
   }
@@ -539,7 +578,7 @@ Manifest TensorTable::manifest() const {
   return out;
 }
 
-std::vector<std::int64_t> TensorTable::comparable(std::size_t i) const {
+KeptInts TensorTable::comparable(std::size_t i) const {
   return comparable_strides(element_strides_[i], metas_[i].shape);
 }
 
@@ -590,7 +629,7 @@ void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t 
     const TensorMeta& sent = manifest[i];
     const auto it = table_.index().find(sent.name);
     if (it == table_.index().end()) {
-      lists_.unexpected.push_back(sent.name);
+      lists_.unexpected.emplace_back(sent.name);
       views.emplace_back();
       if (strict_ && streaming_) {
         throw ManifestMismatch(concat("rank ", table_.rank(), ": the source sends ", describe(sent),
@@ -624,7 +663,7 @@ void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t 
 void TableBinder::finish(const Manifest& manifest) {
   found_.resize(table_.size(), -1);
   for (std::size_t k = 0; k < found_.size(); ++k) {
-    if (found_[k] < 0) lists_.missing.push_back(table_.meta(k).name);
+    if (found_[k] < 0) lists_.missing.emplace_back(table_.meta(k).name);
   }
   if (strict_ && (!lists_.missing.empty() || !lists_.unexpected.empty())) {
     std::string text = concat("rank ", table_.rank(), ": ");

@@ -12,8 +12,10 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -40,12 +42,13 @@ class TorchAccess {
   // Learns which DLPack dtype stands for torch's `name`, from an example. Several of torch's dtypes may look the same
   // there (uint8 and uint1...7): the first one learned is recognised by its dtype object, the others are left to Python.
   void learn_dtype(const py::handle& example, const std::string& name, std::uint32_t itemsize);
-  // Fills meta (all but the name) and view for a plain CPU torch tensor; false: let Python describe it.
-  [[nodiscard]] bool describe(const py::handle& object, TensorMeta& meta, TensorView& view) const;
+  // Fills meta (all but the name), view and device (a CUDA ordinal, -1: host) for a plain torch tensor; false: let
+  // Python describe it.
+  [[nodiscard]] bool describe(const py::handle& object, TensorMeta& meta, TensorView& view, int& device) const;
 
  private:
   struct DtypeEntry {
-    std::string name;
+    KeptText name;
     std::uint32_t itemsize = 0;
     bool complex = false;
     PyObject* object = nullptr;  // torch's dtype; kept alive for ever, as torch does
@@ -71,7 +74,11 @@ class TensorTable {
   py::list refresh(const py::list& names, const py::list& objects);
   void describe(std::size_t index, const std::string& dtype, const std::vector<std::int64_t>& shape,
                 const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real,
-                bool flip_imag, bool is_complex);
+                bool flip_imag, bool is_complex, int device);
+  // The CUDA ordinal that all tensors with bytes are on, -1: host memory. InvalidArgument naming two that differ.
+  [[nodiscard]] int device();
+  // Changes with whatever a table of addresses depends on; no two states of any tables share one.
+  [[nodiscard]] std::uint64_t layout_stamp() const noexcept { return layout_stamp_; }
   // Something that goes into the manifest (a name, dtype, shape or tie) changed in the last refresh().
   [[nodiscard]] bool changed() const noexcept { return changed_; }
 
@@ -86,7 +93,7 @@ class TensorTable {
   [[nodiscard]] std::size_t size() const noexcept { return metas_.size(); }
   [[nodiscard]] const TensorMeta& meta(std::size_t i) const noexcept { return metas_[i]; }
   [[nodiscard]] const TensorView& view(std::size_t i) const noexcept { return views_[i]; }
-  [[nodiscard]] const std::unordered_map<std::string, std::uint32_t>& index() const noexcept { return index_; }
+  [[nodiscard]] const std::unordered_map<std::string_view, std::uint32_t>& index() const noexcept { return index_; }
   // Which entry a manifest's tensor goes to (-1: none), and the lists of the last whole match; valid for `fingerprint`
   // as long as names, shapes and dtypes here stay what they are.
   struct Match {
@@ -107,7 +114,7 @@ class TensorTable {
     return overlaps_;
   }
   // Strides in elements, size-1 dimensions set to 0: comparable with Tie::strides.
-  [[nodiscard]] std::vector<std::int64_t> comparable(std::size_t i) const;
+  [[nodiscard]] KeptInts comparable(std::size_t i) const;
   [[nodiscard]] int rank() const noexcept { return rank_; }
   void clear();
 
@@ -122,20 +129,24 @@ class TensorTable {
     std::int32_t ndim = -1;  // -1: has strides or many dimensions; the long comparison decides
     bool complex = false;
     bool ambiguous = false;  // the dtype_key alone does not say
+    std::int16_t device = -1;
     std::int64_t shape[kShortDims] = {};
   };
   void set_identity(std::size_t index, PyObject* object);
   void remember_short_form(std::size_t index, PyObject* object);
   [[nodiscard]] bool unchanged(std::size_t index, PyObject* object);
-  void install(std::size_t index, TensorMeta&& meta, TensorView&& view);
+  void install(std::size_t index, TensorMeta&& meta, TensorView&& view, int device);
 
   int rank_;
   std::vector<PyObject*> names_;  // owned; compared by identity first
   std::vector<Identity> identities_;
   std::vector<TensorMeta> metas_;
   std::vector<TensorView> views_;
-  std::vector<std::vector<std::int64_t>> element_strides_;
-  std::unordered_map<std::string, std::uint32_t> index_;
+  std::vector<KeptInts> element_strides_;
+  std::vector<std::int16_t> devices_;
+  std::optional<int> device_;  // of all of them, once looked at
+  std::uint64_t layout_stamp_ = 0;
+  std::unordered_map<std::string_view, std::uint32_t> index_;  // views of metas_' names, which stay where they are
   std::vector<std::pair<std::uint32_t, std::uint32_t>> overlaps_;
   bool changed_ = true;
   std::uint64_t stamp_ = 1;  // counts what changed
@@ -152,6 +163,7 @@ class TableBinder final : public DestinationBinder {
   void bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) override;
   void finish(const Manifest& manifest) override;
   [[nodiscard]] const ReadyLists& lists() const noexcept { return lists_; }
+  [[nodiscard]] const TensorTable& table() const noexcept { return table_; }
 
  private:
   void check_sharing(const Manifest& manifest) const;

@@ -10,6 +10,7 @@
 
 namespace fastsync {
 namespace {
+constexpr std::size_t kFirstSlots = 64;
 
 static_assert(std::endian::native == std::endian::little, "fingerprints read words in memory order");
 
@@ -98,7 +99,7 @@ std::uint64_t mix_text(std::uint64_t state, std::string_view text) noexcept {
   return state;
 }
 
-std::uint64_t mix_numbers(std::uint64_t state, const std::vector<std::int64_t>& numbers) noexcept {
+std::uint64_t mix_numbers(std::uint64_t state, const KeptInts& numbers) noexcept {
   state = mix_word(state, numbers.size());
   for (const std::int64_t number : numbers) state = mix_word(state, static_cast<std::uint64_t>(number));
   return state;
@@ -314,17 +315,14 @@ void Manifest::append(TensorMeta meta) {
         concat("tensor ", describe(meta), ": with it the manifest is larger than ", kMaxManifestBytes, " bytes"));
   }
   const auto position = static_cast<std::uint32_t>(tensors_.size());
-  const auto [entry, is_new] = index_.try_emplace(meta.name, position);
-  if (!is_new) {
-    throw InvalidArgument(concat("tensor ", describe(meta), " is at positions ", entry->second, " and ", position,
+  if (slots_.size() < 2 * (tensors_.size() + 1)) rebuild_index(2 * tensors_.size() + kFirstSlots);
+  const std::size_t slot = slot_of(meta.name);
+  if (slots_[slot] != 0) {
+    throw InvalidArgument(concat("tensor ", describe(meta), " is at positions ", slots_[slot] - 1, " and ", position,
                                  " of the parameters; names must be unique"));
   }
-  try {
-    tensors_.push_back(std::move(meta));
-  } catch (...) {
-    index_.erase(entry);
-    throw;
-  }
+  tensors_.push_back(std::move(meta));
+  slots_[slot] = position + 1;
   const TensorMeta& added = tensors_.back();
   nbytes_ += added.nbytes;
   fingerprint_ = mix_entry(fingerprint_, added);
@@ -334,13 +332,28 @@ void Manifest::reserve(std::size_t tensors) {
   // Never a little more at a time: pieces of a manifest that each reserve their own would copy it for each.
   if (tensors <= tensors_.capacity()) return;
   tensors_.reserve(std::max(tensors, 2 * tensors_.capacity()));
-  index_.reserve(tensors_.capacity());
+  rebuild_index(tensors_.capacity());
+}
+
+std::size_t Manifest::slot_of(std::string_view name) const noexcept {
+  const std::size_t mask = slots_.size() - 1;
+  for (std::size_t at = std::hash<std::string_view>{}(name) & mask;; at = (at + 1) & mask) {
+    if (slots_[at] == 0 || std::string_view(tensors_[slots_[at] - 1].name) == name) return at;
+  }
+}
+
+void Manifest::rebuild_index(std::size_t capacity) {
+  slots_.assign(std::bit_ceil(2 * std::max(capacity, tensors_.size() + 1)), 0);
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    slots_[slot_of(tensors_[i].name)] = static_cast<std::uint32_t>(i + 1);
+  }
 }
 
 std::optional<std::uint32_t> Manifest::find(std::string_view name) const {
-  const auto found = index_.find(name);
-  if (found == index_.end()) return std::nullopt;
-  return found->second;
+  if (slots_.empty()) return std::nullopt;
+  const std::uint32_t found = slots_[slot_of(name)];
+  if (found == 0) return std::nullopt;
+  return found - 1;
 }
 
 std::vector<std::byte> Manifest::serialize(std::size_t first, std::size_t last) const {
@@ -369,10 +382,8 @@ void Manifest::append_serialized(std::span<const std::byte> bytes) {
     for (std::uint64_t i = 0; i < count; ++i) append(reader.entry());
     if (reader.left() != 0) reader.fail("bytes are left over");
   } catch (const std::exception& error) {
-    while (tensors_.size() > old_size) {
-      index_.erase(tensors_.back().name);
-      tensors_.pop_back();
-    }
+    tensors_.resize(old_size);
+    rebuild_index(old_size);
     nbytes_ = old_nbytes;
     fingerprint_ = old_fingerprint;
     if (dynamic_cast<const InvalidArgument*>(&error) == nullptr) throw;

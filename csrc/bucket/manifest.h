@@ -10,13 +10,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
+
+#include "common/slab.h"
 
 namespace fastsync {
 
@@ -33,15 +33,15 @@ inline constexpr std::size_t kMaxTensors = std::size_t{1} << 26;
 struct Tie {
   std::uint32_t group = 0;
   std::uint64_t byte_offset = 0;      // from the lowest address of the group
-  std::vector<std::int64_t> strides;  // in elements
+  KeptInts strides;               // in elements
   friend bool operator==(const Tie&, const Tie&) = default;
 };
 
 struct TensorMeta {
-  std::string name;
-  std::string dtype;                // torch's name without the prefix: "bfloat16"
-  std::vector<std::int64_t> shape;  // () for a scalar; zeros allowed
-  std::uint64_t nbytes = 0;         // product(shape) * itemsize
+  KeptText name;
+  KeptText dtype;            // torch's name without the prefix: "bfloat16"
+  KeptInts shape;            // () for a scalar; zeros allowed
+  std::uint64_t nbytes = 0;  // product(shape) * itemsize
   std::uint32_t itemsize = 1;
   Tie tie;
   friend bool operator==(const TensorMeta&, const TensorMeta&) = default;
@@ -71,13 +71,13 @@ class Manifest {
   void append_serialized(std::span<const std::byte> bytes);
 
  private:
-  struct NameHash {
-    using is_transparent = void;  // find() needs no std::string of its own
-    std::size_t operator()(std::string_view name) const noexcept { return std::hash<std::string_view>{}(name); }
-  };
+  // Where `name` is in slots_, or the free place where it would be.
+  [[nodiscard]] std::size_t slot_of(std::string_view name) const noexcept;
+  void rebuild_index(std::size_t capacity);
 
   std::vector<TensorMeta> tensors_;
-  std::unordered_map<std::string, std::uint32_t, NameHash, std::equal_to<>> index_;
+  // Names to positions: a table with free places (0) and position + 1; its size is a power of two, at most half full.
+  std::vector<std::uint32_t> slots_;
   std::uint64_t nbytes_ = 0;
   std::uint64_t fingerprint_ = 0;  // rolling: a function of the previous value and the new entry
 };

@@ -8,7 +8,9 @@
 //
 // Ownership: a lent bucket belongs to the communicator; its pointer is valid until send() or release().
 // Threads: one thread at a time. abort() may be called from any thread.
-// Streams: host memory is ready when the call returns.
+// Streams: host memory is ready when the call returns. Device memory (memory_kind()) is touched on the stream that
+// bind_stream() named, and only there: acquire() and receive() hold that stream back until the bucket may be touched,
+// send() and release() mark what it holds then. Such a communicator has work in flight when its calls return.
 // Errors: TimeoutError (with the rank that was waited for) and whatever Wait::check() throws end a wait; CommError comes
 // from the backend, StateError from calls out of order and from every call after abort(). The first error that the
 // communicator itself raised is kept and thrown again by later calls, until reset(). A wait that ended well counts as
@@ -23,6 +25,8 @@
 
 #include "common/checksum.h"
 #include "common/wait.h"
+#include "device/buffer.h"
+#include "device/device_runtime.h"
 
 namespace fastsync {
 
@@ -44,6 +48,13 @@ struct BucketSlot {
   std::uint64_t epoch = 0;  // of the reset() it was lent under; a slot of an older epoch is ignored when handed back
 };
 
+// What brings a communicator to rest after a failed sync, so that the next one can use it.
+enum class Recovery : std::uint8_t {
+  kAbort,    // abort(), then reset()
+  kDrain,    // drain() on every rank, then reset()
+  kReplace,  // nothing: abort() frees every rank, and a new one is made
+};
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -53,6 +64,13 @@ class Communicator {
   [[nodiscard]] virtual std::string_view name() const noexcept = 0;
   [[nodiscard]] virtual std::uint64_t bucket_bytes() const noexcept = 0;
   [[nodiscard]] virtual std::uint32_t buffers() const noexcept = 0;
+  [[nodiscard]] virtual MemoryKind memory_kind() const noexcept { return MemoryKind::kHost; }
+  // Device memory: the stream that fills or reads the buckets from now on.
+  virtual void bind_stream(StreamView /*stream*/) {}
+  // Throws an error of work in flight that has come to light. Cheap; for waits that are not ours.
+  virtual void poll() {}
+  // Host memory: all of it that buckets lie in, for a device that is to reach it; null where that cannot be.
+  [[nodiscard]] virtual BufferView memory() const noexcept { return {}; }
   // Bytes of bucket memory this process holds (mapped or owned).
   [[nodiscard]] virtual std::uint64_t staging_bytes() const noexcept = 0;
 
@@ -71,6 +89,7 @@ class Communicator {
   virtual void mark_exposed(const BucketSlot& /*slot*/) {}
   virtual void release(const BucketSlot& slot) = 0;
 
+  [[nodiscard]] virtual Recovery recovery() const noexcept = 0;
   // After a failure, before reset(): completes the operations that the source has already announced, discarding their
   // data, so that the transport is at rest on every rank. Slots that are still held are taken back.
   virtual void drain(Wait& /*wait*/) {}

@@ -4,6 +4,7 @@
 // that we hold (memfds, sockets).
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <utility>
@@ -22,6 +23,8 @@ class OwnedFd {
   }
   OwnedFd(const OwnedFd&) = delete;
   OwnedFd& operator=(const OwnedFd&) = delete;
+  // Another descriptor of the same file; empty where the process can have no more.
+  [[nodiscard]] static OwnedFd duplicate(int fd) noexcept { return OwnedFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
   [[nodiscard]] int get() const noexcept { return fd_; }
   [[nodiscard]] explicit operator bool() const noexcept { return fd_ >= 0; }

@@ -38,7 +38,7 @@ FrameHeader decode_frame_header(const std::byte* bytes) {
   if (take<std::uint32_t>(bytes) != kFrameMagic) throw CommError("control frame: not fastsync's (wrong magic number)");
   FrameHeader header;
   const auto type = take<std::uint16_t>(bytes);
-  if (type < static_cast<std::uint16_t>(FrameType::kHello) || type > static_cast<std::uint16_t>(FrameType::kReleased)) {
+  if (type < static_cast<std::uint16_t>(FrameType::kHello) || type > static_cast<std::uint16_t>(FrameType::kSums)) {
     throw CommError(concat("control frame: unknown type ", type));
   }
   header.type = static_cast<FrameType>(type);
@@ -87,6 +87,10 @@ std::vector<std::byte> encode(const Join& v) {
   w.u64(v.last_sync);
   w.u64(v.comm_generation);
   w.text(v.transport);
+  w.text(v.device_id);
+  w.u32(v.nccl_version);
+  w.u8(v.flexible);
+  w.u8(v.verifies_first);
   w.u32(static_cast<std::uint32_t>(v.manifests.size()));
   for (const auto f : v.manifests) w.u64(f);
   return w.take();
@@ -97,6 +101,10 @@ void decode(std::span<const std::byte> bytes, Join& out) {
   out.last_sync = r.u64();
   out.comm_generation = r.u64();
   out.transport = r.text(kMaxShortText);
+  out.device_id = r.text(kMaxShortText);
+  out.nccl_version = r.u32();
+  out.flexible = r.u8();
+  out.verifies_first = r.u8();
   const auto n = r.u32();
   if (n > kMaxHeldManifests) throw CommError(concat("control frame: ", n, " manifests held"));
   out.manifests.clear();
@@ -182,6 +190,27 @@ void decode(std::span<const std::byte> bytes, BucketHeader& out) {
   out.checksum.sum = r.u64();
   out.flags = r.u32();
   r.end();
+}
+
+std::vector<std::byte> encode_sums(std::span<const Checksum> sums) {
+  PayloadWriter w;
+  for (const Checksum& sum : sums) {
+    w.u64(sum.product);
+    w.u64(sum.sum);
+  }
+  return w.take();
+}
+void decode_sums(std::span<const std::byte> bytes, std::vector<Checksum>& append_to) {
+  PayloadReader r(bytes);
+  if (bytes.size() / sizeof(Checksum) > kMaxSumsPerFrame) {
+    throw CommError(concat("control frame: ", bytes.size() / sizeof(Checksum), " checksums"));
+  }
+  while (r.left() != 0) {
+    Checksum sum;
+    sum.product = r.u64();
+    sum.sum = r.u64();
+    append_to.push_back(sum);
+  }
 }
 
 std::vector<std::vector<std::byte>> encode_lists(const ReadyLists& lists) {

@@ -25,7 +25,7 @@ namespace fastsync {
 
 inline constexpr std::uint32_t kFrameMagic = 0x31595346;  // "FSY1"
 // Bumped whenever a frame changes meaning: ranks with different numbers refuse each other by name.
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 inline constexpr std::size_t kMaxPayloadBytes = std::size_t{8} << 20;
 inline constexpr std::size_t kManifestChunkBytes = std::size_t{1} << 20;
 
@@ -37,9 +37,9 @@ enum class FrameType : std::uint16_t {
   kCancel = 5,        // receiver -> source: I left it before it began
   kBegin = 6,         // source -> receiver
   kManifest = 7,      // source -> receiver: serialized entries
-  kReady = 8,         // receiver -> source: my destinations fit; lists of names
+  kReady = 8,         // receiver -> source: my destinations fit; what the source needs of the data plane
   kGo = 9,            // source -> receiver: everybody is ready
-  kDescriptors = 10,  // source -> receiver: the shared-memory ring, by SCM_RIGHTS
+  kDescriptors = 10,  // source -> receiver: what it needs of a new data plane; memory by SCM_RIGHTS
   kBucket = 11,       // source -> receiver: a BucketHeader, where the data plane carries none
   kDeviate = 12,      // source -> receiver: from entry aux on, the generator left the recorded plan
   kDone = 13,         // receiver -> source: everything arrived and was verified
@@ -48,6 +48,7 @@ enum class FrameType : std::uint16_t {
   kStall = 16,        // source -> receiver: I wait for rank aux
   kBye = 17,          // either way: I close on purpose; payload says why
   kReleased = 18,     // receiver -> source: my first aux buckets are released, where the data plane does not say
+  kSums = 19,         // source -> receiver: checksums of buckets aux, aux + 1, ..., which their headers could not hold
 };
 
 struct Frame {
@@ -149,6 +150,10 @@ struct Join {
   std::uint64_t last_sync = 0;           // newest sync number it heard of
   std::uint64_t comm_generation = 0;     // data plane it holds; 0: none
   std::string transport;                 // "auto" or a name
+  std::string device_id;                 // of its tensors; empty: they are on the CPU
+  std::uint32_t nccl_version = 0;        // 0: it cannot use NCCL
+  std::uint8_t flexible = 0;             // a loader: it takes tensors wherever they come
+  std::uint8_t verifies_first = 0;       // it needs a bucket's checksum with the bucket, not at the end
   std::vector<std::uint64_t> manifests;  // fingerprints it holds
 };
 
@@ -191,6 +196,11 @@ void decode(std::span<const std::byte> bytes, Join& out);
 void decode(std::span<const std::byte> bytes, Begin& out);
 void decode(std::span<const std::byte> bytes, Failure& out);
 void decode(std::span<const std::byte> bytes, BucketHeader& out);
+
+// Checksums of consecutive buckets; at most kMaxSumsPerFrame a frame.
+inline constexpr std::size_t kMaxSumsPerFrame = 65536;
+[[nodiscard]] std::vector<std::byte> encode_sums(std::span<const Checksum> sums);
+void decode_sums(std::span<const std::byte> bytes, std::vector<Checksum>& append_to);
 
 // Lists may be longer than a frame: they travel in pieces, each a full frame payload of (which list, names).
 [[nodiscard]] std::vector<std::vector<std::byte>> encode_lists(const ReadyLists& lists);

@@ -15,14 +15,18 @@
 // it again. Host waits throw TimeoutError, or what Wait::check() throws.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <utility>
 
+#include "common/owned_fd.h"
 #include "common/wait.h"
+#include "device/copy_args.h"
 
 namespace fastsync {
 
@@ -35,6 +39,14 @@ struct Allocation {
   std::uint64_t nbytes = 0;
   int fd = -1;  // kShared only; belongs to the allocation
 };
+
+// How another process of this host may map a device allocation: a handle to be copied, or a descriptor to be passed.
+struct MemoryHandle {
+  std::array<std::byte, 64> bytes{};
+  OwnedFd fd;  // set: the memory travels as this descriptor and `bytes` is unused
+  std::uint64_t nbytes = 0;
+};
+using EventHandle = std::array<std::byte, 64>;
 
 class DeviceRuntime;
 
@@ -64,8 +76,13 @@ class DeviceRuntime : public std::enable_shared_from_this<DeviceRuntime> {
   [[nodiscard]] virtual Allocation allocate(MemoryKind kind, std::uint64_t nbytes) = 0;
   virtual void deallocate(MemoryKind kind, const Allocation& allocation) noexcept = 0;
 
-  // Queues a copy; the memory must stay valid until the stream has passed it.
+  // Queues a copy; the memory must stay valid until the stream has passed it. Host memory that is not pinned is allowed,
+  // and may make the call wait for the stream.
   virtual void copy(std::byte* dst, const std::byte* src, std::uint64_t nbytes, StreamView stream) = 0;
+  // Queues setting [dst, dst + nbytes) to `value`.
+  virtual void fill(std::byte* dst, std::byte value, std::uint64_t nbytes, StreamView stream) = 0;
+  // Queues one multi-tensor copy. What args points to is read when the stream gets there.
+  virtual void launch_copy(CopyDirection direction, const CopyArgs& args, StreamView stream) = 0;
   // Queues host code. It must not call the runtime.
   virtual void enqueue(StreamView stream, std::function<void()> task) = 0;
 
@@ -84,8 +101,65 @@ class DeviceRuntime : public std::enable_shared_from_this<DeviceRuntime> {
   // An inline stream cannot be held back: StateError if the event is not complete. Synchronise the event instead.
   virtual void stream_wait_event(StreamView stream, void* event) = 0;
 
+  // Whose device it is: equal in all processes that see the same device, whatever they call it. Empty for host memory.
+  [[nodiscard]] virtual std::string device_id() const { return {}; }
+  // Somebody else's stream, by its native handle (the caller's current one). Borrowed: valid as long as that is.
+  [[nodiscard]] virtual StreamView wrap_stream(void* native) { return {this, native}; }
+
+  // Makes host memory that is not ours reachable for the device, until unregistered. `data` is whole pages.
+  virtual void register_host(std::byte* /*data*/, std::uint64_t /*nbytes*/) {}
+  virtual void unregister_host(std::byte* /*data*/) noexcept {}
+  // For calls into other libraries that work on the calling thread's current device: it is this one while the result
+  // lives.
+  [[nodiscard]] virtual std::shared_ptr<void> make_current() { return {}; }
+
+  // Sharing with other processes of this host. Exported things stay the exporter's, and must outlive the importers' use.
+  // Importing twice is an error; the exporting process itself cannot import. The defaults throw DeviceError.
+  [[nodiscard]] virtual MemoryHandle export_memory(const Allocation& allocation);
+  [[nodiscard]] virtual Allocation import_memory(const MemoryHandle& handle);
+  virtual void close_memory(const Allocation& imported) noexcept;
+  // Whether events can be shared here: a container or a driver may refuse. Then only the host can order two processes.
+  [[nodiscard]] virtual bool can_share_events() { return false; }
+  [[nodiscard]] virtual void* create_shared_event();
+  [[nodiscard]] virtual EventHandle export_event(void* event);
+  [[nodiscard]] virtual void* import_event(const EventHandle& handle);
+
  protected:
   DeviceRuntime() = default;
+};
+
+// Host memory that a device may reach for as long as this lives.
+class HostRegistration {
+ public:
+  HostRegistration() = default;
+  HostRegistration(std::shared_ptr<DeviceRuntime> runtime, std::byte* data, std::uint64_t nbytes)
+      : runtime_(std::move(runtime)), data_(data) {
+    runtime_->register_host(data, nbytes);
+  }
+  ~HostRegistration() { close(); }
+  HostRegistration(HostRegistration&& other) noexcept
+      : runtime_(std::move(other.runtime_)), data_(std::exchange(other.data_, nullptr)) {}
+  HostRegistration& operator=(HostRegistration&& other) noexcept {
+    if (this != &other) {
+      close();
+      runtime_ = std::move(other.runtime_);
+      data_ = std::exchange(other.data_, nullptr);
+    }
+    return *this;
+  }
+  HostRegistration(const HostRegistration&) = delete;
+  HostRegistration& operator=(const HostRegistration&) = delete;
+  // Whether it is that memory, on that device.
+  [[nodiscard]] bool covers(const DeviceRuntime* runtime, const std::byte* data) const noexcept {
+    return data_ != nullptr && runtime_.get() == runtime && data_ == data;
+  }
+
+ private:
+  void close() noexcept {
+    if (data_ != nullptr) runtime_->unregister_host(std::exchange(data_, nullptr));
+  }
+  std::shared_ptr<DeviceRuntime> runtime_;
+  std::byte* data_ = nullptr;
 };
 
 class Stream {
@@ -127,6 +201,9 @@ class Event {
   Event() = default;
   explicit Event(std::shared_ptr<DeviceRuntime> runtime)
       : runtime_(std::move(runtime)), handle_(runtime_->create_event()) {}
+  // Takes over an event that the runtime has made or imported.
+  Event(std::shared_ptr<DeviceRuntime> runtime, void* handle) noexcept
+      : runtime_(std::move(runtime)), handle_(handle) {}
   ~Event() { close(); }
   Event(Event&& other) noexcept : runtime_(std::move(other.runtime_)), handle_(std::exchange(other.handle_, nullptr)) {}
   Event& operator=(Event&& other) noexcept {
@@ -140,6 +217,7 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
+  [[nodiscard]] void* handle() const noexcept { return handle_; }
   void record(StreamView stream) { runtime_->record_event(handle_, stream); }
   // True once the marked work is done. Throws its error.
   [[nodiscard]] bool query() { return runtime_->query_event(handle_); }

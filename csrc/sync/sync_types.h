@@ -71,16 +71,18 @@ struct PhaseSeconds {
 inline constexpr std::chrono::milliseconds kStallValidity{500};
 
 // Flags of a BucketHeader that the protocol uses: how many manifest entries a receiver must hold to understand the
-// bucket, whether the generator left the recorded plan, whether the bucket is the last.
+// bucket, whether the generator left the recorded plan, whether the bucket is the last, and whether its checksum was
+// not known yet when it was sent (a device computes it) and follows at the end.
 struct BucketFlags {
   std::uint32_t entries = 0;
   bool deviated = false;
   bool last = false;
+  bool late_sum = false;
   [[nodiscard]] std::uint32_t encode() const noexcept {
-    return (entries << 2U) | (deviated ? 2U : 0U) | (last ? 1U : 0U);
+    return (entries << 3U) | (late_sum ? 4U : 0U) | (deviated ? 2U : 0U) | (last ? 1U : 0U);
   }
   [[nodiscard]] static BucketFlags decode(std::uint32_t flags) noexcept {
-    return {flags >> 2U, (flags & 2U) != 0, (flags & 1U) != 0};
+    return {flags >> 3U, (flags & 2U) != 0, (flags & 1U) != 0, (flags & 4U) != 0};
   }
 };
 

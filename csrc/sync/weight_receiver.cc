@@ -3,7 +3,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 
+#include "comm/ipc/ipc_communicator.h"
+#include "comm/nccl/nccl_communicator.h"
 #include "comm/shm/shm_communicator.h"
 #include "common/cpu.h"
 
@@ -56,6 +59,7 @@ WeightReceiver::WeightReceiver(Identity identity)
 WeightReceiver::~WeightReceiver() { close(false); }
 
 void WeightReceiver::drop_data_plane() noexcept {
+  registered_ = {};
   slot_.reset();
   comm_.reset();
   comm_generation_ = 0;
@@ -75,6 +79,9 @@ void WeightReceiver::open(std::chrono::nanoseconds timeout, Hook hook) {
   tensors_done_ = 0;
   stalled_rank_ = -1;
   needs_external_ = false;
+  runtime_.reset();
+  caller_stream_ = nullptr;
+  flexible_ = verifies_first_ = on_device_ = device_began_ = false;
   announced_.clear();
   ++call_;
   waiting_since_ = last_said_ = Clock::now();
@@ -166,7 +173,10 @@ void WeightReceiver::handle(Frame& frame) {
       unpaired_call_ = 0;
       // Prepared here, because everything that belongs to this sync may follow in the same read.
       descriptors_.clear();
+      descriptors_came_ = false;
       announced_.clear();
+      late_sums_.clear();
+      unverified_.clear();
       deviated_ = false;
       planner_.reset();
       planned_entries_ = 0;
@@ -198,6 +208,8 @@ void WeightReceiver::handle(Frame& frame) {
     case FrameType::kDescriptors:
       if (!current) return;
       descriptors_ = std::move(frame.descriptors);
+      descriptor_data_ = std::move(frame.payload);
+      descriptors_came_ = true;
       reader_index_ = frame.aux;
       return;
     case FrameType::kBucket: {
@@ -208,6 +220,11 @@ void WeightReceiver::handle(Frame& frame) {
       if (announced_.size() > 4096) throw CommError("too many buckets announced");
       return;
     }
+    case FrameType::kSums:
+      if (!current) return;
+      if (frame.aux != late_sums_.size()) throw CommError("checksums arrived out of order");
+      decode_sums(frame.payload, late_sums_);
+      return;
     case FrameType::kCommit:
       if (current) committed_ = true;
       return;
@@ -266,6 +283,7 @@ void WeightReceiver::tick() {
 
 void WeightReceiver::throw_if_over() {
   throw_if_failed();
+  if (comm_) comm_->poll();
   if (source_closed_) {
     if (began_) {
       throw PeerFailedError(concat("rank ", identity_.source, " (the source) closed its session during the sync"),
@@ -340,6 +358,12 @@ void WeightReceiver::announce(const std::string& transport) {
   join.last_sync = last_sync_;
   join.comm_generation = comm_ ? comm_generation_ : 0;
   join.transport = transport;
+  if (runtime_) {
+    join.device_id = runtime_->device_id();
+    join.flexible = flexible_ ? 1 : 0;
+    join.nccl_version = NcclCommunicator::version();
+  }
+  join.verifies_first = verifies_first_ ? 1 : 0;
   join.manifests = plans_.fingerprints();
   joined_ = true;
   link_->send(FrameType::kJoin, 0, 0, encode(join));
@@ -385,51 +409,137 @@ void WeightReceiver::bind(DestinationBinder& binder) {
   binder.finish(plan_->manifest);
 }
 
+void WeightReceiver::use_device(std::shared_ptr<DeviceRuntime> runtime, void* stream, bool flexible) {
+  runtime_ = std::move(runtime);
+  caller_stream_ = stream;
+  flexible_ = flexible;
+}
+
+// Opens what the source shares with the processes of its host. Nothing is written by that.
+void WeightReceiver::attach_shared() {
+  const bool ipc = begin_.transport == "ipc";
+  if (comm_ && comm_->name() == begin_.transport && comm_generation_ == begin_.comm_generation) return;
+  drop_data_plane();
+  wait_until("pass its buckets", [this] { return descriptors_came_; });
+  if (descriptors_.size() != 2 && !(ipc && descriptors_.size() == 3)) {
+    throw CommError(concat("the source passed ", descriptors_.size(), " descriptors, 2 were expected"),
+                    identity_.source);
+  }
+  const auto index = static_cast<std::uint32_t>(reader_index_);
+  if (ipc) {
+    IpcDescriptor description = IpcDescriptor::decode(descriptor_data_);
+    if (descriptors_.size() == 3) description.memory.fd = std::move(descriptors_[2]);
+    comm_ = IpcCommunicator::attach(runtime_, std::move(description), descriptors_[0].get(), descriptors_[1].get(),
+                                    index);
+  } else {
+    comm_ = ShmCommunicator::attach(descriptors_[0].get(), descriptors_[1].get(), index);
+  }
+  descriptors_.clear();
+  comm_generation_ = begin_.comm_generation;
+}
+
+void WeightReceiver::connect_nccl() {
+  if (comm_ && comm_->name() == "nccl" && comm_generation_ == begin_.comm_generation) return;
+  drop_data_plane();
+  wait_until("pass NCCL's id", [this] { return descriptors_came_; });
+  nccl::UniqueId id{};
+  if (descriptor_data_.size() != sizeof(id.internal)) {
+    throw CommError(concat("the source passed ", descriptor_data_.size(), " bytes as NCCL's id, ",
+                           sizeof(id.internal), " were expected"),
+                    identity_.source);
+  }
+  std::memcpy(id.internal, descriptor_data_.data(), sizeof(id.internal));
+  NcclCommunicator::Place place;
+  place.ranks = static_cast<int>(identity_.ranks.size());
+  place.rank = static_cast<int>(reader_index_) + 1;
+  comm_ = NcclCommunicator::create(NcclCommunicator::Role::kReceiver, runtime_, begin_.buffers, begin_.bucket_bytes,
+                                   place, id, *headers_, identity_.source, *wait_);
+  comm_generation_ = begin_.comm_generation;
+}
+
+void WeightReceiver::begin_device() {
+  if (!runtime_) return;
+  const bool device_buckets = comm_ && comm_->memory_kind() == MemoryKind::kDevice;
+  // A loader takes the buckets where they are.
+  on_device_ = device_buckets || !flexible_;
+  if (!on_device_ || !comm_) return;
+  if (!device_ || device_of_ != runtime_) {
+    device_.reset();
+    device_ = std::make_unique<DevicePacker>(runtime_, CopyDirection::kUnpack);
+    device_of_ = runtime_;
+  }
+  // Code that is shown the buckets works on the caller's stream; so does the check that comes before it.
+  const auto place = verifies_first_ ? DevicePacker::Place::kCallers : DevicePacker::Place::kOwn;
+  device_->begin(runtime_->wrap_stream(caller_stream_), place, begin_.verify != 0);
+  device_began_ = true;
+  if (!device_buckets) {
+    const BufferView memory = comm_->memory();
+    if (memory.data == nullptr) {
+      throw CommError(concat("transport '", begin_.transport, "' delivers to CPU memory only; use 'gloo', or 'nccl'"),
+                      identity_.rank);
+    }
+    if (!registered_.covers(runtime_.get(), memory.data)) {
+      registered_ = {};
+      registered_ = HostRegistration(runtime_, memory.data, memory.nbytes);
+    }
+  }
+  comm_->bind_stream(device_->stream());
+}
+
 void WeightReceiver::ready() {
   const auto start = Clock::now();
-  link_->send(FrameType::kReady, sync_, 0);
-  wait_until("report that every rank is ready", [this] { return go_; });
   const bool has_data = begin_.comm_generation != 0;
-  if (has_data && begin_.transport == "shm") {
-    if (!comm_ || comm_->name() != "shm" || comm_generation_ != begin_.comm_generation) {
-      drop_data_plane();
-      if (descriptors_.size() != 2) {
-        throw CommError(concat("the source passed ", descriptors_.size(), " descriptors, 2 were expected"),
-                        identity_.source);
-      }
-      comm_ = ShmCommunicator::attach(descriptors_[0].get(), descriptors_[1].get(),
-                                      static_cast<std::uint32_t>(reader_index_));
-      descriptors_.clear();
-      comm_generation_ = begin_.comm_generation;
-    }
+  const std::string& transport = begin_.transport;
+  const bool wants_device = transport == "ipc" || transport == "nccl";
+  if (wants_device && !runtime_) {
+    throw CommError(concat("the source chose transport '", transport, "', but this rank's tensors are not on a device"),
+                    identity_.rank);
+  }
+  std::vector<std::byte> answer;
+  if (has_data && transport == "ipc") {
+    const bool fresh = !comm_ || comm_->name() != "ipc" || comm_generation_ != begin_.comm_generation;
+    attach_shared();
+    if (fresh) answer = encode_events(static_cast<IpcCommunicator&>(*comm_).reader_events());
+  }
+  link_->send(FrameType::kReady, sync_, 0, answer);
+  wait_until("report that every rank is ready", [this] { return go_; });
+  phase_ = "buckets";
+  wait_ = std::make_unique<Wait>(timeout_, [this] { tick(); });
+  waiting_since_ = Clock::now();
+  if (has_data && transport == "shm") {
+    attach_shared();
+    comm_->reset(sync_);
+  } else if (has_data && transport == "ipc") {
+    comm_->reset(sync_);
+  } else if (has_data && transport == "nccl") {
+    connect_nccl();
     comm_->reset(sync_);
   } else if (has_data) {
-    if (!comm_ || comm_->name() == "shm" || comm_generation_ != begin_.comm_generation) {
+    if (!comm_ || comm_->recovery() != Recovery::kDrain || comm_generation_ != begin_.comm_generation) {
       drop_data_plane();
       needs_external_ = true;
     } else {
       comm_->reset(sync_);
     }
   }
-  phase_ = "buckets";
-  wait_ = std::make_unique<Wait>(timeout_, [this] { tick(); });
-  waiting_since_ = Clock::now();
+  begin_device();
   if (begin_.streaming != 0)
     planner_ = std::make_unique<BucketPlanner>(std::max<std::uint64_t>(begin_.bucket_bytes, 1));
   phases_.wait += seconds_since(start);
 }
 
 void WeightReceiver::attach_external(ExternalOps ops) {
-  comm_ = std::make_unique<ExternalCommunicator>(ExternalCommunicator::Role::kReceiver, "gloo", begin_.buffers,
+  comm_ = std::make_shared<ExternalCommunicator>(ExternalCommunicator::Role::kReceiver, "gloo", begin_.buffers,
                                                  begin_.bucket_bytes, std::move(ops), *headers_, identity_.source);
   comm_generation_ = begin_.comm_generation;
   comm_->reset(sync_);
   needs_external_ = false;
+  begin_device();
 }
 
 std::shared_ptr<const Buffer> WeightReceiver::external_memory() const {
   const auto* external = dynamic_cast<const ExternalCommunicator*>(comm_.get());
-  return external == nullptr ? nullptr : external->memory();
+  return external == nullptr ? nullptr : external->owned_memory();
 }
 
 // --- buckets --------------------------------------------------------------------------------------------------------
@@ -497,11 +607,11 @@ const BucketLayout& WeightReceiver::understand(const BucketHeader& header) {
   return layout;
 }
 
-void WeightReceiver::verify(const BucketHeader& header, const Checksum& sum) const {
+void WeightReceiver::verify(const BucketHeader& header, std::uint64_t bucket, const Checksum& sum) const {
   if (begin_.verify == 0 || sum == header.checksum) return;
   const auto hex = [](const Checksum& c) { return concat(std::hex, c.product, "/", c.sum); };
   throw ChecksumError(
-      concat("rank ", identity_.rank, ", bucket ", next_bucket_, " (", header.used_bytes, " bytes): checksum ",
+      concat("rank ", identity_.rank, ", bucket ", bucket, " (", header.used_bytes, " bytes): checksum ",
              hex(sum), " here, ", hex(header.checksum), " at rank ", identity_.source,
              "; the bytes changed on the way, do not use these weights and sync again"),
       identity_.rank);
@@ -516,7 +626,7 @@ void WeightReceiver::end_stream() {
   plans_.put(SyncPlan::make(grown_, begin_.asked_bytes));
 }
 
-void WeightReceiver::receive_into(DestinationBinder& binder) {
+void WeightReceiver::receive_into(DestinationBinder& binder, std::uint64_t stamp) {
   const StoreMode mode = [&] {
     // Around the cache only when the model does not fit into it anyway.
     const std::uint64_t total = begin_.streaming != 0 ? ~std::uint64_t{0} : plan_->manifest.nbytes();
@@ -527,41 +637,93 @@ void WeightReceiver::receive_into(DestinationBinder& binder) {
     if (end > bound) binder.bind(manifest(), bound, end, views_);
     bound = std::max(bound, end);
   };
+  const bool planned = begin_.streaming == 0;
+  if (device_began_ && planned) {
+    device_->bind(plan_->buckets.fragments, plan_->buckets.buckets, views_,
+                  stamp == 0 ? 0 : stamp ^ begin_.fingerprint ^ begin_.asked_bytes);
+  }
   while (auto header = await_bucket()) {
     const BucketLayout& layout = understand(*header);
-    if (begin_.streaming != 0) bind_upto(planned_entries_);
+    if (!planned) bind_upto(planned_entries_);
     const auto start = Clock::now();
-    const auto& all = begin_.streaming != 0 ? planner_->fragments() : plan_->buckets.fragments;
+    const auto& all = planned ? plan_->buckets.fragments : planner_->fragments();
     const auto part = std::span<const Fragment>(all).subspan(layout.first_fragment, layout.fragment_count);
     wrote_ = wrote_ || !part.empty();
-    const Checksum sum = unpack(slot_->data, part, views_, begin_.verify != 0, mode);
-    phases_.unpack += seconds_since(start);
+    if (device_began_) {
+      if (planned) {
+        device_->move(next_bucket_, slot_->data, *wait_);
+      } else {
+        for (const Fragment& f : part) {
+          device_->move_piece(next_bucket_, slot_->data, f, views_[f.tensor], device_->stream(), *wait_);
+        }
+      }
+      // Host buckets must be read before they are given back.
+      if (comm_->memory_kind() == MemoryKind::kHost) device_->settle(next_bucket_, *wait_);
+      unverified_.push_back(*header);
+      phases_.unpack += seconds_since(start);
+    } else {
+      const Checksum sum = unpack(slot_->data, part, views_, begin_.verify != 0, mode);
+      phases_.unpack += seconds_since(start);
+      verify(*header, next_bucket_, sum);
+    }
     for (const Fragment& f : part) bytes_ += f.nbytes;
-    verify(*header, sum);
     release_bucket();
   }
-  if (begin_.streaming != 0) {
+  finish_device();
+  if (!planned) {
     bind_upto(manifest().size());
     binder.finish(manifest());
     end_stream();
   }
 }
 
+// Waits for the unpacking, and compares every checksum that could not be compared before.
+void WeightReceiver::finish_device() {
+  if (!device_began_) return;
+  const auto start = Clock::now();
+  wait_->progress();
+  device_->finish(*wait_);
+  device_began_ = false;
+  phases_.unpack += seconds_since(start);
+  if (begin_.verify == 0) return;
+  const bool late = std::any_of(unverified_.begin(), unverified_.end(), [](const BucketHeader& header) {
+    return BucketFlags::decode(header.flags).late_sum;
+  });
+  if (late) wait_until("send its checksums", [this] { return late_sums_.size() >= next_bucket_; });
+  for (BucketHeader& header : unverified_) {
+    if (BucketFlags::decode(header.flags).late_sum) header.checksum = late_sums_[header.index];
+    verify(header, header.index, device_->sum(header.index));
+  }
+  unverified_.clear();
+}
+
 std::optional<WeightReceiver::Bucket> WeightReceiver::next_bucket(bool exposed) {
   release_bucket();
   auto header = await_bucket();
   if (!header) {
+    if (device_began_) {
+      device_->finish(*wait_);
+      device_began_ = false;
+    }
     if (begin_.streaming != 0 && planner_) end_stream();
     return std::nullopt;
   }
   const BucketLayout& layout = understand(*header);
   const auto& all = begin_.streaming != 0 ? planner_->fragments() : plan_->buckets.fragments;
   const auto part = std::span<const Fragment>(all).subspan(layout.first_fragment, layout.fragment_count);
-  if (begin_.verify != 0) {
-    const auto start = Clock::now();
-    verify(*header, checksum_bucket(slot_->data, part));
-    phases_.unpack += seconds_since(start);
+  const auto start = Clock::now();
+  if (device_began_) {
+    if (BucketFlags::decode(header->flags).late_sum) {
+      throw CommError(concat("bucket ", next_bucket_, " came without the checksum that this rank asked for"),
+                      identity_.source);
+    }
+    if (begin_.verify != 0) device_->check(next_bucket_, slot_->data, part, *wait_);
+    device_->settle(next_bucket_, *wait_);
+    verify(*header, next_bucket_, device_->sum(next_bucket_));
+  } else if (begin_.verify != 0) {
+    verify(*header, next_bucket_, checksum_bucket(slot_->data, part));
   }
+  phases_.unpack += seconds_since(start);
   if (exposed) comm_->mark_exposed(*slot_);
   Bucket bucket;
   bucket.data = slot_->data;
@@ -629,25 +791,11 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
       }
     }
     slot_.reset();
-    if (comm_ && comm_->name() == "shm") {
-      comm_->abort();  // wakes the source at once; it finds the frame
-    } else if (comm_ && began && !lost_ && phase_ == std::string_view("buckets")) {
-      // Complete what the source announced, until it says that it stopped; then the process group is at rest.
-      hook_ = nullptr;
-      Wait patience(kDrainPatience, [this] { pump(); });
-      while (!failed_by_source_ && link_ && !link_->gone()) {
-        comm_->drain(patience);
-        if (patience.expired()) throw TimeoutError("the source is still sending");
-        Link* const link = link_.get();
-        wait_readable({&link, 1}, -1, patience.slice());
-        pump();
-      }
-      comm_->drain(patience);
-    }
+    settle_data_plane(began);
   } catch (...) {
     drop_data_plane();  // not at rest: the next sync makes a new one
   }
-  if (link_ && link_->gone() && comm_ && comm_->name() != "shm") drop_data_plane();
+  if (link_ && link_->gone() && comm_ && comm_->recovery() != Recovery::kAbort) drop_data_plane();
   active_ = joined_ = began_ = false;
   phase_ = "idle";
   hook_ = nullptr;
@@ -655,6 +803,40 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
   plan_.reset();
   grown_ = Manifest{};
   descriptors_.clear();
+}
+
+// After a failure: the data plane at rest, or given up. Throws where it could not be brought to rest.
+void WeightReceiver::settle_data_plane(bool began) {
+  const bool had_data = phase_ == std::string_view("buckets");
+  if (comm_) {
+    switch (comm_->recovery()) {
+      case Recovery::kAbort:
+      case Recovery::kReplace:
+        comm_->abort();  // wakes the source at once; it finds the frame
+        break;
+      case Recovery::kDrain: {
+        if (!began || lost_ || !had_data) break;
+        // Complete what the source announced, until it says that it stopped; then the process group is at rest.
+        hook_ = nullptr;
+        Wait patience(kDrainPatience, [this] { pump(); });
+        while (!failed_by_source_ && link_ && !link_->gone()) {
+          comm_->drain(patience);
+          if (patience.expired()) throw TimeoutError("the source is still sending");
+          Link* const link = link_.get();
+          wait_readable({&link, 1}, -1, patience.slice());
+          pump();
+        }
+        comm_->drain(patience);
+        break;
+      }
+    }
+  }
+  if (device_began_ && !device_->abandon(kDrainPatience)) {
+    device_.reset();  // its stream is stuck or broken
+    drop_data_plane();
+  }
+  device_began_ = false;
+  if (comm_ && comm_->recovery() == Recovery::kReplace) drop_data_plane();
 }
 
 void WeightReceiver::close(bool exiting) noexcept {
@@ -672,8 +854,8 @@ void WeightReceiver::close(bool exiting) noexcept {
     if (link_) link_->send(FrameType::kBye, 0, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
   } catch (...) {  // the source sees the connection end
   }
+  drop_data_plane();  // before the connection: its end tells the source that we have its memory open no more
   link_.reset();
-  drop_data_plane();
   plans_.clear();
   descriptors_.clear();
 }

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "bucket/device_packer.h"
 #include "bucket/packer.h"
 #include "comm/communicator.h"
 #include "comm/external/external_communicator.h"
@@ -62,6 +63,14 @@ class WeightReceiver {
   // True when connected: false when nobody listens there any more. Throws what the source rejects with.
   bool connect(OwnedFd socket);
 
+  // This rank's tensors lie on a device, or may (`flexible`: a loader takes them wherever they come); `stream` (native
+  // handle) is where the caller works on them. `verifies_first`: the caller's code is shown buckets, so each must be
+  // checked before. Between open() and join(); not called: host tensors.
+  void use_device(std::shared_ptr<DeviceRuntime> runtime, void* stream, bool flexible);
+  void verify_first(bool value) noexcept { verifies_first_ = value; }
+  // Whether this sync's buckets, and so its tensors, lie on the device.
+  [[nodiscard]] bool on_device() const noexcept { return on_device_; }
+
   // Sends Join without waiting: for a call that fails before it can take part, so that the source hears why.
   void announce(const std::string& transport);
   // Sends Join and waits for Begin and the whole manifest it announces.
@@ -81,7 +90,8 @@ class WeightReceiver {
   // What the external data plane's operations write to: to be kept alive as long as they run.
   [[nodiscard]] std::shared_ptr<const Buffer> external_memory() const;
 
-  void receive_into(DestinationBinder& binder);
+  // `stamp`: as WeightSender::send_plan().
+  void receive_into(DestinationBinder& binder, std::uint64_t stamp = 0);
 
   struct Piece {
     Fragment fragment;
@@ -121,6 +131,11 @@ class WeightReceiver {
  private:
   class Headers;
 
+  void attach_shared();
+  void connect_nccl();
+  void begin_device();
+  void finish_device();
+  void settle_data_plane(bool began);
   void tick();
   void throw_if_over();
   void pump();
@@ -134,7 +149,7 @@ class WeightReceiver {
   void send_failure(const Failure& failure);
   std::optional<BucketHeader> await_bucket();
   const BucketLayout& understand(const BucketHeader& header);
-  void verify(const BucketHeader& header, const Checksum& sum) const;
+  void verify(const BucketHeader& header, std::uint64_t bucket, const Checksum& sum) const;
   void end_stream();
   void drop_data_plane() noexcept;
 
@@ -174,6 +189,20 @@ class WeightReceiver {
   Manifest grown_;  // the manifest while it arrives
   std::size_t expected_entries_ = 0;
   PlanCache plans_;
+
+  std::shared_ptr<DeviceRuntime> runtime_;  // of this call; null: host memory
+  void* caller_stream_ = nullptr;
+  bool flexible_ = false;
+  bool verifies_first_ = false;
+  bool on_device_ = false;
+  std::unique_ptr<DevicePacker> device_;      // kept for the next sync on the same device
+  std::shared_ptr<DeviceRuntime> device_of_;  // its device
+  bool device_began_ = false;
+  HostRegistration registered_;  // host buckets that the device reaches; goes before they do
+  std::vector<BucketHeader> unverified_;  // headers of buckets whose own checksum the device still computes
+  std::vector<Checksum> late_sums_;       // what the source sent at the end
+  std::vector<std::byte> descriptor_data_;
+  bool descriptors_came_ = false;
 
   std::unique_ptr<Headers> headers_;
   std::shared_ptr<Communicator> comm_;  // shared with tensors that were lent to code that is not ours

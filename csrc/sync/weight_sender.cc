@@ -6,7 +6,9 @@
 #include <cmath>
 #include <unordered_set>
 
-#include "comm/shm/shm_communicator.h"
+#include "comm/ipc/ipc_communicator.h"
+#include "comm/nccl/nccl_communicator.h"
+#include "sync/weight_sender_headers.h"
 
 namespace fastsync {
 
@@ -14,8 +16,6 @@ namespace {
 constexpr std::size_t kMaxGreetings = 256;
 constexpr std::size_t kMaxHelloBytes = 4096;
 constexpr std::chrono::seconds kGreetingPatience{10};
-// How long a failed sync may take to bring the process group to rest before it is given up and rebuilt.
-constexpr std::chrono::milliseconds kDrainPatience{500};
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -30,51 +30,6 @@ std::string list_ranks(const std::vector<int>& ranks) {
 
 double as_seconds(std::chrono::nanoseconds d) { return std::chrono::duration<double>(d).count(); }
 }  // namespace
-
-class WeightSender::Headers final : public HeaderChannel {
- public:
-  explicit Headers(WeightSender& sender) : sender_(sender) {}
-  void send(const BucketHeader& header) override { sender_.send_all(FrameType::kBucket, header.index, encode(header)); }
-  BucketHeader receive(Wait& /*wait*/) override { throw InternalError("the source receives no bucket headers"); }
-  bool try_receive(BucketHeader& /*header*/) override { return false; }
-  void report_released(std::uint64_t /*count*/) override {}
-
-  void wait_released(std::uint64_t count, Wait& wait) override {
-    const auto behind = [&] {
-      for (const auto& [rank, peer] : sender_.peers_) {
-        if (peer.released < count) return true;
-      }
-      return false;
-    };
-    while (behind()) {
-      sender_.pump();
-      if (!behind()) break;
-      wait.check();
-      if (wait.expired()) sender_.time_out(sender_.slowest(), "take its buckets");
-      std::vector<Link*> links;
-      for (auto& [rank, peer] : sender_.peers_) {
-        if (peer.link && !peer.parked) links.push_back(peer.link.get());
-      }
-      wait_readable(links, -1, wait.slice());
-    }
-    wait.progress();
-  }
-
-  // Among those that released the fewest, the one that has been silent the longest.
-  [[nodiscard]] int slowest_receiver() const noexcept override {
-    const Peer* slowest = nullptr;
-    for (const auto& [rank, peer] : sender_.peers_) {
-      if (slowest == nullptr || peer.released < slowest->released ||
-          (peer.released == slowest->released && peer.heard < slowest->heard)) {
-        slowest = &peer;
-      }
-    }
-    return slowest == nullptr ? -1 : slowest->rank;
-  }
-
- private:
-  WeightSender& sender_;
-};
 
 WeightSender::WeightSender(Identity identity) : identity_(std::move(identity)), pid_(::getpid()) {
   listener_ = listen_unix(unix_name_);
@@ -270,7 +225,9 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
       peer.joined = false;
       return;
     case FrameType::kReady:
-      if (current) peer.ready = true;
+      if (!current) return;
+      peer.ready = true;
+      peer.ready_data = std::move(frame.payload);
       return;
     case FrameType::kDone:
       if (!current) return;
@@ -340,6 +297,7 @@ void WeightSender::tick() {
   if (hook_) hook_();
   pump();
   throw_if_failed();
+  if (comm_) comm_->poll();
   if (comm_ && phase_ == std::string_view("buckets") && last_tick_ - waiting_since_ > stall_period(timeout_)) {
     const int rank = slowest();
     if (rank >= 0) stall(rank);
@@ -350,7 +308,7 @@ int WeightSender::slowest() const { return comm_ ? comm_->waiting_for() : -1; }
 
 std::shared_ptr<const Buffer> WeightSender::external_memory() const {
   const auto* external = dynamic_cast<const ExternalCommunicator*>(comm_.get());
-  return external == nullptr ? nullptr : external->memory();
+  return external == nullptr ? nullptr : external->owned_memory();
 }
 
 void WeightSender::check() { tick(); }
@@ -439,11 +397,15 @@ void WeightSender::open(std::chrono::nanoseconds timeout, Hook hook) {
   phase_ = "join";
   phases_ = {};
   lists_ = {};
+  runtime_.reset();
+  caller_stream_ = nullptr;
+  device_began_ = false;
   next_bucket_ = bytes_ = 0;
   needs_external_ = false;
   for (auto& [rank, peer] : peers_) {
     peer.joined = peer.ready = peer.done = peer.parked = false;
     peer.released = 0;
+    peer.ready_data.clear();
     peer.heard = Clock::now();
   }
   waiting_since_ = last_stall_ = Clock::now();
@@ -457,163 +419,27 @@ std::string WeightSender::join(const std::string& asked, const std::vector<std::
   const auto start = Clock::now();
   wait_for("join", [](const Peer& peer) { return peer.joined; });
   phases_.wait += seconds_since(start);
-  // Everyone must mean the same transport; "auto" leaves it to the others.
-  std::string named = asked;
-  int named_by = identity_.rank;
+  RankPlace here;
+  here.rank = identity_.rank;
+  here.host = identity_.host;
+  here.asked = asked;
+  if (runtime_) {
+    here.device_id = runtime_->device_id();
+    here.nccl_version = NcclCommunicator::version();
+  }
+  std::vector<RankPlace> there;
   for (const auto& [rank, peer] : peers_) {
-    const std::string& theirs = peer.join.transport;
-    if (theirs == "auto" || theirs == named) continue;
-    if (named != "auto") {
-      throw InvalidArgument(concat("rank ", named_by, " asks for transport '", named, "', rank ", rank, " for '",
-                                   theirs, "'; name one transport on every rank (or 'auto')"),
-                            rank);
-    }
-    named = theirs;
-    named_by = rank;
+    there.push_back({rank, peer.host, peer.join.transport, peer.join.device_id, peer.join.nccl_version,
+                     peer.join.flexible != 0});
   }
-  std::string remote;
-  for (const auto& [rank, peer] : peers_) {
-    if (peer.host != identity_.host) remote = concat("rank ", rank, " is on another host than rank ", identity_.rank);
-  }
-  const auto usable = [&](const std::string& name) {
-    return std::find(candidates.begin(), candidates.end(), name) != candidates.end() &&
-           (name != "shm" || remote.empty());
-  };
-  if (named == "auto") {
-    for (const auto& name : candidates) {
-      if (usable(name)) return transport_ = name;
-    }
-    throw CommError(concat("no transport reaches every rank", remote.empty() ? "" : ": " + remote,
-                           "; fastsync.transports() says what this rank can use"));
-  }
-  if (named == "shm" && !remote.empty()) {
-    throw CommError(concat("transport 'shm' needs every rank on one host (and in one network namespace): ", remote,
-                           "; use 'gloo'"));
-  }
-  if (!usable(named)) {
-    throw CommError(concat("transport '", named, "', asked for by rank ", named_by, ", is unavailable on rank ",
-                           identity_.rank, "; fastsync.transports() says why"));
-  }
-  return transport_ = named;
+  TransportChoice choice = choose_transport(here, there, candidates);
+  transport_reason_ = std::move(choice.reason);
+  return transport_ = std::move(choice.transport);
 }
 
-void WeightSender::drop_data_plane() noexcept {
-  comm_.reset();
-  comm_transport_.clear();
-}
-
-void WeightSender::prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers) {
-  needs_external_ = false;
-  bool stale =
-      !comm_ || comm_transport_ != transport_ || comm_->bucket_bytes() != bucket_bytes || comm_buffers_ != buffers;
-  if (transport_ == "shm") {
-    if (stale) {
-      drop_data_plane();  // the old buckets first: never two sets at once
-      std::vector<int> ranks;
-      for (const auto& [rank, peer] : peers_) ranks.push_back(rank);
-      comm_ = ShmCommunicator::create(buffers, bucket_bytes, ranks, identity_.rank);
-      comm_transport_ = transport_;
-      comm_buffers_ = buffers;
-      ++comm_generation_;
-    }
-    comm_->reset(sync_);
-    return;
-  }
-  for (const auto& [rank, peer] : peers_) stale = stale || peer.join.comm_generation != comm_generation_;
-  if (stale || poisoned_) {
-    drop_data_plane();
-    ++comm_generation_;
-    needs_external_ = true;
-    bucket_bytes_ = bucket_bytes;
-    comm_buffers_ = buffers;
-    return;
-  }
-  comm_->reset(sync_);
-}
-
-void WeightSender::attach_external(ExternalOps ops) {
-  comm_ = std::make_unique<ExternalCommunicator>(ExternalCommunicator::Role::kSource, "gloo", comm_buffers_,
-                                                 bucket_bytes_, std::move(ops), *headers_, identity_.rank);
-  comm_transport_ = transport_;
-  comm_->reset(sync_);
-  needs_external_ = false;
-  poisoned_ = false;
-}
-
-void WeightSender::send_manifest(Link& link, const Manifest& manifest, std::size_t first, std::size_t last) {
-  // Pieces of bounded size; a single entry may be as large as its name.
-  while (first < last) {
-    std::size_t end = first;
-    std::size_t bytes = 0;
-    while (end < last && (end == first || bytes < kManifestChunkBytes)) {
-      const TensorMeta& meta = manifest[end];
-      bytes += meta.name.size() + meta.shape.size() * 8 + meta.tie.strides.size() * 8 + 64;
-      ++end;
-    }
-    link.send(FrameType::kManifest, sync_, first, manifest.serialize(first, end));
-    first = end;
-  }
-}
-
-bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncPlan> plan, bool streaming) {
-  options_ = options;
-  plan_ = std::move(plan);
-  streaming_ = streaming;
-  phase_ = "check";
-  Begin begin;
-  begin.version = options.version;
-  begin.buffers = options.buffers;
-  begin.verify = options.verify ? 1 : 0;
-  begin.strict = options.strict ? 1 : 0;
-  begin.streaming = streaming ? 1 : 0;
-  begin.transport = transport_;
-  if (plan_) {
-    begin.fingerprint = plan_->manifest.fingerprint();
-    begin.tensors = plan_->manifest.size();
-    begin.nbytes = plan_->manifest.nbytes();
-  }
-  begin.asked_bytes = std::max<std::uint64_t>(options.bucket_bytes, 1);
-  begin.bucket_bytes =
-      streaming ? align_up(std::max<std::uint64_t>(options.bucket_bytes, 1)) : plan_->buckets.bucket_bytes;
-  bucket_bytes_ = begin.bucket_bytes;
-  const bool has_data = !peers_.empty() && (streaming || !plan_->buckets.buckets.empty());
-  if (has_data) {
-    prepare_data_plane(begin.bucket_bytes, options.buffers);
-    begin.comm_generation = comm_generation_;
-  }
-  bool all_hold = true;
-  for (auto& [rank, peer] : peers_) {
-    const auto& held = peer.join.manifests;
-    const bool holds = plan_ && std::find(held.begin(), held.end(), begin.fingerprint) != held.end();
-    all_hold = all_hold && holds;
-    begin.manifest_follows = (plan_ && !holds) ? 1 : 0;
-    peer.link->send(FrameType::kBegin, sync_, peer.join.call, encode(begin));
-    if (begin.manifest_follows != 0) send_manifest(*peer.link, plan_->manifest, 0, plan_->manifest.size());
-    if (has_data && transport_ == "shm" && peer.join.comm_generation != comm_generation_) {
-      auto& shm = static_cast<ShmCommunicator&>(*comm_);
-      const std::array<int, 2> fds{shm.control_fd(), shm.data_fd()};
-      const auto index = static_cast<std::uint64_t>(std::distance(peers_.begin(), peers_.find(rank)));
-      peer.link->send(FrameType::kDescriptors, sync_, index, {}, fds);
-    }
-  }
-  const auto start = Clock::now();
-  wait_for("check its destinations", [](const Peer& peer) { return peer.ready; });
-  phases_.wait += seconds_since(start);
-  send_all(FrameType::kGo, 0, {});
-  phase_ = "buckets";
-  wait_ = std::make_unique<Wait>(timeout_, [this] { tick(); });
-  waiting_since_ = Clock::now();
-  if (streaming_) {
-    deviated_ = false;
-    count_ = 0;
-    closed_ = 0;
-    slot_.reset();
-    slot_sum_ = {};
-    grown_ = Manifest{};
-    entries_sent_ = 0;
-    planner_ = std::make_unique<BucketPlanner>(begin.bucket_bytes);
-  }
-  return all_hold;
+void WeightSender::use_device(std::shared_ptr<DeviceRuntime> runtime, void* stream) {
+  runtime_ = std::move(runtime);
+  caller_stream_ = stream;
 }
 
 namespace {
@@ -633,180 +459,7 @@ ReadyLists tidy(ReadyLists lists, const Manifest* manifest) {
   return lists;
 }
 
-std::size_t unsent_bytes(const std::vector<Link*>& links) {
-  std::size_t sum = 0;
-  for (const Link* link : links) sum += link->unsent_bytes();
-  return sum;
-}
-
-// The communicator knows which receiver is behind; the message is ours, one for all transports.
-template <typename F>
-auto with_deadline(F&& body, const std::function<void(int)>& time_out) {
-  try {
-    return body();
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kTimeout) throw;
-    time_out(-1);
-    throw;
-  }
-}
 }  // namespace
-
-void WeightSender::send_plan(std::span<const TensorView> views) {
-  const BucketPlan& plan = plan_->buckets;
-  if (peers_.empty()) {
-    next_bucket_ = plan.buckets.size();
-    bytes_ = plan_->manifest.nbytes();
-    return;
-  }
-  const std::span<const Fragment> fragments(plan.fragments);
-  for (std::size_t b = 0; b < plan.buckets.size(); ++b) {
-    const BucketLayout& layout = plan.buckets[b];
-    next_bucket_ = b;
-    const auto t0 = Clock::now();
-    if (t0 - last_tick_ > kPollInterval) tick();
-    waiting_since_ = t0;
-    wait_->progress();
-    const BucketSlot slot =
-        with_deadline([&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
-    const auto t1 = Clock::now();
-    const auto part = fragments.subspan(layout.first_fragment, layout.fragment_count);
-    BucketHeader header;
-    header.index = b;
-    header.used_bytes = layout.used_bytes;
-    header.tensors_end = layout.tensors_end;
-    header.checksum = pack(slot.data, part, views, options_.verify);
-    header.flags =
-        BucketFlags{static_cast<std::uint32_t>(plan_->manifest.size()), false, b + 1 == plan.buckets.size()}.encode();
-    const auto t2 = Clock::now();
-    wait_->progress();
-    comm_->send(slot, header, *wait_);
-    for (const Fragment& f : part) bytes_ += f.nbytes;
-    phases_.transfer += std::chrono::duration<double>(t1 - t0).count() + seconds_since(t2);
-    phases_.pack += std::chrono::duration<double>(t2 - t1).count();
-  }
-  next_bucket_ = plan.buckets.size();
-}
-
-void WeightSender::send_entries(std::size_t upto) {
-  if (!deviated_ || upto <= entries_sent_) return;
-  for (auto& [rank, peer] : peers_) {
-    if (peer.link) send_manifest(*peer.link, grown_, entries_sent_, upto);
-  }
-  entries_sent_ = upto;
-  std::vector<Link*> unsent;
-  for (;;) {
-    unsent.clear();
-    for (auto& [rank, peer] : peers_) {
-      if (peer.link && !peer.link->gone() && peer.link->has_unsent()) unsent.push_back(peer.link.get());
-    }
-    if (unsent.empty()) return;
-    const std::size_t before = unsent_bytes(unsent);
-    wait_readable(unsent, -1, wait_->slice());
-    tick();
-    if (unsent_bytes(unsent) < before) wait_->progress();
-    if (wait_->expired()) time_out(slowest(), "read the manifest");
-  }
-}
-
-void WeightSender::close_bucket(bool last) {
-  BucketHeader header;
-  header.index = next_bucket_;
-  if (slot_ || closed_ < planner_->buckets().size()) {
-    const BucketLayout& layout = planner_->buckets()[closed_++];
-    header.used_bytes = layout.used_bytes;
-    header.tensors_end = layout.tensors_end;
-  } else {
-    header.tensors_end = planner_->tensors();  // an empty last bucket: only says that it is the last
-  }
-  if (!peers_.empty()) {
-    waiting_since_ = Clock::now();
-    wait_->progress();  // the generator may have taken its time
-    if (!slot_)
-      slot_ =
-          with_deadline([&] { return comm_->acquire(*wait_); }, [&](int) { time_out(slowest(), "take its buckets"); });
-    header.checksum = slot_sum_;
-    header.flags = BucketFlags{static_cast<std::uint32_t>(planner_->tensors()), deviated_, last}.encode();
-    const auto start = Clock::now();
-    wait_->progress();
-    comm_->send(*slot_, header, *wait_);
-    // After the bucket, not before it: a receiver that knows of the bucket reads what it needs to understand it, one
-    // that waits for it looks at its control connection now and then only.
-    send_entries(planner_->tensors());
-    phases_.transfer += seconds_since(start);
-  }
-  slot_.reset();
-  slot_sum_ = {};
-  ++next_bucket_;
-}
-
-void WeightSender::push(TensorMeta meta, const TensorView& view) {
-  const auto now = Clock::now();
-  if (now - last_tick_ > kPollInterval) tick();
-  if (!deviated_) {
-    bool same = plan_ && count_ < plan_->manifest.size();
-    if (same) {
-      const TensorMeta& recorded = plan_->manifest[count_];
-      same = recorded.name == meta.name && recorded.dtype == meta.dtype && recorded.shape == meta.shape;
-    }
-    if (!same) {
-      deviated_ = true;
-      for (std::size_t i = 0; i < count_; ++i) grown_.append(plan_->manifest[i]);
-      entries_sent_ = count_;
-      send_all(FrameType::kDeviate, count_, {});
-    }
-  }
-  if (deviated_) grown_.append(std::move(meta));
-  ++count_;
-  const std::size_t first_fragment = planner_->fragments().size();
-  planner_->add(view.nbytes);
-  stream_fragments(view, first_fragment);
-}
-
-// Packs the new fragments, sending each bucket that is full. Returns when the view is no longer needed.
-void WeightSender::stream_fragments(const TensorView& view, std::size_t first_fragment) {
-  const auto& fragments = planner_->fragments();
-  std::size_t next = first_fragment;
-  for (;;) {
-    const bool closing = closed_ < planner_->buckets().size();
-    const std::size_t end =
-        closing ? planner_->buckets()[closed_].first_fragment + planner_->buckets()[closed_].fragment_count
-                : fragments.size();
-    for (; next < end; ++next) {
-      if (!peers_.empty()) {
-        const auto t0 = Clock::now();
-        if (!slot_) {
-          waiting_since_ = t0;
-          wait_->progress();
-          if (t0 - last_tick_ > kPollInterval) tick();
-          slot_ = with_deadline([&] { return comm_->acquire(*wait_); },
-                                [&](int) { time_out(slowest(), "take its buckets"); });
-        }
-        const auto t1 = Clock::now();
-        slot_sum_ += pack_fragment(slot_->data, fragments[next], view, options_.verify);
-        phases_.transfer += std::chrono::duration<double>(t1 - t0).count();
-        phases_.pack += seconds_since(t1);
-      }
-      bytes_ += fragments[next].nbytes;
-    }
-    if (!closing) return;
-    close_bucket(false);
-  }
-}
-
-std::shared_ptr<const SyncPlan> WeightSender::finish_stream() {
-  if (!deviated_ && (!plan_ || count_ < plan_->manifest.size())) {  // ended early, or there was nothing to follow
-    deviated_ = true;
-    for (std::size_t i = 0; i < count_; ++i) grown_.append(plan_->manifest[i]);
-    entries_sent_ = count_;
-    send_all(FrameType::kDeviate, count_, {});
-  }
-  planner_->finish();
-  close_bucket(true);
-  if (!deviated_) return plan_;
-  plan_ = SyncPlan::make(std::move(grown_), std::max<std::uint64_t>(options_.bucket_bytes, 1));
-  return plan_;
-}
 
 ReadyLists WeightSender::commit() {
   phase_ = "commit";
@@ -818,6 +471,7 @@ ReadyLists WeightSender::commit() {
   for (auto& [rank, peer] : peers_) {
     peer.joined = false;
   }
+  if (next_bucket_ > 0) retired_.clear();  // every reader has closed the old ring before it opened this one
   last_failure_.reset();
   active_ = false;
   phase_ = "idle";
@@ -864,20 +518,7 @@ void WeightSender::fail(ErrorKind kind, int rank, const std::string& message) no
       peer.joined = false;
     }
     failed_sync_ = sync_;
-    if (comm_ && comm_transport_ == "shm") {
-      comm_->abort();  // wakes the receivers at once; they find the frame
-    } else if (comm_) {
-      if (had_data && lost_) throw Error(*lost_);  // what the lost rank was part of never completes
-      if (had_data) {
-        // Every rank completes the broadcasts that were announced, so the process group stays usable.
-        Wait patience(kDrainPatience, [this] {
-          for (auto& [other, peer] : peers_) {
-            if (peer.link) peer.link->flush();
-          }
-        });
-        comm_->drain(patience);
-      }
-    }
+    settle_data_plane(had_data);
   } catch (...) {
     // The transport did not come to rest: the next sync makes a new one.
     poisoned_ = true;
@@ -899,6 +540,13 @@ void WeightSender::close(bool exiting) noexcept {
     if (active_)
       fail(ErrorKind::kPeerFailed, identity_.rank,
            concat("rank ", identity_.rank, " closed its session during the sync"));
+    std::vector<OwnedFd> readers;
+    for (auto& [rank, peer] : peers_) {
+      if (peer.link && !peer.link->gone()) readers.push_back(OwnedFd::duplicate(peer.link->fd()));
+    }
+    drop_data_plane();
+    for (auto& ring : retired_) IpcCommunicator::keep_for(std::move(ring), readers);
+    retired_.clear();
     for (auto& [rank, peer] : peers_) {
       if (!peer.link) continue;
       peer.link->send(FrameType::kBye, sync_, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});

@@ -12,7 +12,9 @@
 // when a sync failed is told when it comes, and its call fails at once, so calls pair up again on every rank.
 //
 // Ownership: control connections, the data plane, the plan cache. Caller's tensors are only read, until commit()
-// returns. Threads: one at a time; none are started. Streams: host memory.
+// returns. Threads: one at a time; none are started. Streams: host memory, unless use_device() named a device: then what
+// is packed is what the caller's stream holds when the sync begins (a generator: when the item is pushed), and the
+// caller's stream goes on behind the packing.
 // Errors: each phase throws the first failure any rank reported (kind and rank kept), PeerLostError when a process
 // died (final: the group needs replacing), TimeoutError naming rank and phase. After a throw the caller calls fail().
 #pragma once
@@ -25,11 +27,14 @@
 #include <string>
 #include <vector>
 
+#include "bucket/device_packer.h"
 #include "bucket/packer.h"
 #include "comm/communicator.h"
 #include "comm/external/external_communicator.h"
+#include "comm/nccl/nccl_library.h"
 #include "control/link.h"
 #include "sync/sync_types.h"
+#include "sync/transport_choice.h"
 
 namespace fastsync {
 
@@ -51,9 +56,14 @@ class WeightSender {
   // Waits until every receiver has a connection. Called by join(); alone when the sync is refused before it begins, so
   // that every rank can be told.
   void connect_all();
-  // Waits for every receiver. `candidates`: transports this rank can use, best first; `asked`: "auto" or one of them.
-  // Returns the transport; throws InvalidArgument when ranks name different ones.
+  // This sync's tensors lie on a device; `stream` (native handle) is where the caller works on them. Between open() and
+  // join(); not called: they lie on the host.
+  void use_device(std::shared_ptr<DeviceRuntime> runtime, void* stream);
+  // Waits for every receiver. `candidates`: transports this rank can use; `asked`: "auto" or one of them. Returns the
+  // transport (see transport_choice.h).
   std::string join(const std::string& asked, const std::vector<std::string>& candidates);
+  // Why that transport and none of the others.
+  [[nodiscard]] const std::string& transport_reason() const noexcept { return transport_reason_; }
 
   // `plan` may be null only when `streaming` and nothing was recorded. Returns whether every receiver held the plan.
   bool begin(const SyncOptions& options, std::shared_ptr<const SyncPlan> plan, bool streaming);
@@ -62,8 +72,10 @@ class WeightSender {
   [[nodiscard]] std::uint64_t comm_generation() const noexcept { return comm_generation_; }
   void attach_external(ExternalOps ops);
 
-  void send_plan(std::span<const TensorView> views);
-  void push(TensorMeta meta, const TensorView& view);
+  // `stamp` changes with any address, shape or stride of the views: tables made for it are used again (0: never).
+  void send_plan(std::span<const TensorView> views, std::uint64_t stamp = 0);
+  // `stream`: of this item, where tensors are on a device.
+  void push(TensorMeta meta, const TensorView& view, void* stream = nullptr);
   // Returns the plan as it turned out, to be kept.
   std::shared_ptr<const SyncPlan> finish_stream();
   [[nodiscard]] bool followed_plan() const noexcept { return !deviated_; }
@@ -113,6 +125,7 @@ class WeightSender {
     bool answer_next = false;           // ... and is the answer to its next call
     Clock::time_point heard{};          // when it last said that it waits for data
     std::uint64_t released = 0;         // buckets it has released, where the data plane does not say
+    std::vector<std::byte> ready_data;  // what came with its Ready
     Join join;
     std::optional<Frame> deferred;  // a frame of its next call
   };
@@ -139,6 +152,14 @@ class WeightSender {
   void send_manifest(Link& link, const Manifest& manifest, std::size_t first, std::size_t last);
   void send_failure(Peer& peer, const Failure& failure, std::uint64_t sync);
   void prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers);
+  void send_descriptors(Peer& peer);
+  void connect_data_plane();
+  void settle_data_plane(bool had_data);
+  void begin_device();
+  [[nodiscard]] BucketSlot acquire_slot();
+  // True where a bucket's checksum must be known before the bucket is sent.
+  [[nodiscard]] bool sums_go_first() const;
+  void finish_device();
   void stream_fragments(const TensorView& view, std::size_t first_fragment);
   void close_bucket(bool last);
   void send_entries(std::size_t upto);
@@ -166,12 +187,23 @@ class WeightSender {
   Clock::time_point last_stall_{};
   Clock::time_point last_tick_{};
 
+  std::shared_ptr<DeviceRuntime> runtime_;  // of this sync; null: host memory
+  void* caller_stream_ = nullptr;
+  std::unique_ptr<DevicePacker> device_;    // kept for the next sync on the same device
+  std::shared_ptr<DeviceRuntime> device_of_;  // its device
+  bool device_began_ = false;
+  HostRegistration registered_;  // host buckets that the device reaches; goes before they do
+
   std::string transport_;
+  std::string transport_reason_;
+  nccl::UniqueId nccl_id_{};
   std::unique_ptr<Headers> headers_;
-  std::unique_ptr<Communicator> comm_;
+  std::shared_ptr<Communicator> comm_;
   std::string comm_transport_;
   std::uint64_t comm_generation_ = 0;
   std::uint32_t comm_buffers_ = 0;
+  std::vector<std::shared_ptr<Communicator>> retired_;  // shared rings that readers may still have open
+  std::shared_ptr<DeviceRuntime> comm_device_;  // whose memory its buckets are
   bool needs_external_ = false;
   bool poisoned_ = false;
 

@@ -32,6 +32,8 @@ class Description(NamedTuple):
     flip_imag: bool
     is_complex: bool
     keep: object
+    device: int = -1  # CUDA ordinal; -1: host memory
+    stream: int | None = None  # the CUDA stream that the object names itself
 
 
 _NUMPY_NAMES = {
@@ -146,11 +148,12 @@ def _describe_torch(t: torch.Tensor, name: str, rank: int, destination: bool) ->
         raise _refuse(rank, name, "is quantised; sync its .int_repr(), scales and zero points under names of their own")
     if t.is_meta:
         raise _refuse(rank, name, "is on the meta device and has no bytes; materialise it first")
-    if t.device.type != "cpu":
+    if t.device.type not in ("cpu", "cuda"):
         raise _refuse(
             rank,
             name,
-            f"is on {t.device}; the transports of this version carry CPU tensors (see fastsync.transports()): .cpu() it",
+            f"is on {t.device}; the transports of this version carry CPU and CUDA tensors (see "
+            "fastsync.transports()): .cpu() it",
         )
     if type(t) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(t, torch.nn.Parameter):
         functional = getattr(torch, "_is_functional_tensor", None)
@@ -184,10 +187,13 @@ def _describe_torch(t: torch.Tensor, name: str, rank: int, destination: bool) ->
         is_complex and conj != neg,
         is_complex,
         t,
+        t.device.index if t.device.type == "cuda" else -1,
     )
 
 
-def _describe_array(obj: Any, interface: Mapping[str, Any], name: str, rank: int, destination: bool) -> Description:
+def _describe_array(
+    obj: Any, interface: Mapping[str, Any], name: str, rank: int, destination: bool, *, on_device: bool = False
+) -> Description:
     typestr = str(interface["typestr"])
     order, kind = typestr[:1], typestr[1:]
     size = int(kind[1:]) if kind[1:].isdigit() else 0
@@ -197,6 +203,8 @@ def _describe_array(obj: Any, interface: Mapping[str, Any], name: str, rank: int
         )
     dtype_name = getattr(getattr(obj, "dtype", None), "name", None)
     dtype = _NUMPY_NAMES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if on_device and dtype is None and isinstance(dtype_name, str) and dtype_name in _DTYPES:
+        dtype = dtype_name  # one of ours, of a dtype that NumPy does not have
     if dtype is None:
         dtype = _TYPESTR_NAMES.get(kind)
     if dtype is None:
@@ -216,7 +224,20 @@ def _describe_array(obj: Any, interface: Mapping[str, Any], name: str, rank: int
         raise _refuse(rank, name, f"has a malformed array interface: a null address for shape {shape}")
     if byte_strides is not None and _row_major(shape, byte_strides, size):
         byte_strides = None
-    return Description(dtype, shape, byte_strides, size, int(address), False, False, kind[:1] == "c", obj)
+    device, stream = -1, None
+    if on_device:
+        named = interface.get("stream")
+        if named == 0:
+            raise _refuse(rank, name, "names stream 0 in its array interface, which the interface forbids; 1 is the default")
+        stream = None if named is None else int(named)
+        if 0 not in shape:
+            device = _core.cuda_device_of(int(address))
+            if device < 0:
+                why = _core.cuda_unavailable_reason() or "CUDA does not know that address"
+                raise _refuse(rank, name, f"says that it is in device memory at {int(address):#x}: {why}")
+    return Description(
+        dtype, shape, byte_strides, size, int(address), False, False, kind[:1] == "c", obj, device, stream
+    )
 
 
 def _row_major(shape: tuple[int, ...], byte_strides: tuple[int, ...], itemsize: int) -> bool:
@@ -234,12 +255,9 @@ def describe(obj: Any, name: str, rank: int, *, destination: bool) -> Descriptio
     """Describes anything that is a tensor to us; raises InvalidArgument naming it otherwise."""
     if isinstance(obj, torch.Tensor):
         return _describe_torch(obj, name, rank, destination)
-    if getattr(type(obj), "__cuda_array_interface__", None) is not None:
-        raise _refuse(
-            rank,
-            name,
-            "is in device memory; the transports of this version carry host memory (see fastsync.transports())",
-        )
+    on_device = getattr(obj, "__cuda_array_interface__", None)
+    if isinstance(on_device, Mapping):
+        return _describe_array(obj, on_device, name, rank, destination, on_device=True)
     if isinstance(obj, (bool, int, float, complex, str, bytes, list, tuple, dict, type(None))):
         raise _refuse(rank, name, f"is a {type(obj).__name__}, not a tensor; pass a torch tensor or an array")
     interface = getattr(obj, "__array_interface__", None)
@@ -247,11 +265,12 @@ def describe(obj: Any, name: str, rank: int, *, destination: bool) -> Descriptio
         return _describe_array(obj, interface, name, rank, destination)
     if hasattr(obj, "__dlpack__"):
         device = getattr(obj, "__dlpack_device__", None)
-        if device is not None and int(device()[0]) not in (1, 3):
+        if device is not None and int(device()[0]) not in (1, 2, 3):
             raise _refuse(
                 rank,
                 name,
-                "is in device memory; the transports of this version carry host memory (see fastsync.transports())",
+                f"is on a DLPack device of type {int(device()[0])}; the transports of this version carry CPU and CUDA "
+                "memory (see fastsync.transports())",
             )
         try:
             imported = torch.from_dlpack(obj)

@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 from . import _core, _gloo
+from ._device import nccl_candidates
 from .errors import CommError, InvalidArgument
 
 __all__ = ["TransportInfo", "check_transport", "default_bucket_bytes", "transports"]
@@ -20,34 +21,59 @@ class TransportInfo(NamedTuple):
     use_when: str
 
 
-_NOT_BUILT = "not part of this version: it carries CPU tensors only"
+_NOT_BUILT = "not part of this version"
 _USE_WHEN = {
-    "shm": "all ranks on one host, CPU tensors: the fastest there",
-    "gloo": "ranks on several hosts, CPU tensors",
+    "shm": "all ranks on one host, CPU tensors (or CUDA at the source): the fastest there",
+    "gloo": "ranks on several hosts, CPU tensors (or CUDA, through host memory)",
     "nccl": "CUDA tensors, one device a rank",
     "hccl": "Ascend tensors, one device a rank",
     "ipc": "trainer and rollout on one device",
 }
 
 
+def _nccl_unavailable_reason() -> str | None:
+    return _core.cuda_unavailable_reason() or _core.nccl_unavailable_reason(nccl_candidates())
+
+
+def _said_of_available(name: str) -> str:
+    """What is there, and that it is not the real thing where it is not."""
+    if name == "nccl":
+        fake = _core.nccl_is_fake() or _core.cuda_is_fake()
+        return f"available: NCCL {_core.nccl_version()}" + (" (a test double)" if fake else "")
+    if name == "ipc" and _core.cuda_is_fake():
+        return "available (a test double)"
+    return "available"
+
+
 def transports() -> dict[str, TransportInfo]:
-    """Every known transport by name: whether it works in this process, and if not, why."""
+    """Every known transport by name: whether it works in this process, and if not, why. Initialises CUDA if there is any."""
     reasons: dict[str, str | None] = {
         "shm": _core.shm_unavailable_reason(),
         "gloo": _gloo.unavailable_reason(),
-        "nccl": _NOT_BUILT,
+        "nccl": _nccl_unavailable_reason(),
         "hccl": _NOT_BUILT,
-        "ipc": _NOT_BUILT,
+        "ipc": _core.cuda_unavailable_reason(),
     }
     return {
-        name: TransportInfo(name, why is None, why or "available", _USE_WHEN[name]) for name, why in reasons.items()
+        name: TransportInfo(name, why is None, why or _said_of_available(name), _USE_WHEN[name])
+        for name, why in reasons.items()
     }
 
 
 @functools.lru_cache(maxsize=1)
-def candidates() -> list[str]:
-    """Names that `auto` may choose, best first. Asked once: what a process can use does not change."""
-    return [info.name for info in transports().values() if info.available]
+def _host_candidates() -> list[str]:
+    reasons = {"shm": _core.shm_unavailable_reason(), "gloo": _gloo.unavailable_reason()}
+    return [name for name, why in reasons.items() if why is None]
+
+
+def candidates(on_device: bool) -> list[str]:
+    """Names that this rank can use. A process whose tensors are on the CPU is not asked about CUDA."""
+    names = list(_host_candidates())
+    if on_device:
+        names.append("ipc")
+        if _core.nccl_unavailable_reason(nccl_candidates()) is None:
+            names.append("nccl")
+    return names
 
 
 def check_transport(name: object) -> str:
@@ -68,4 +94,6 @@ def default_bucket_bytes(transport: str) -> int:
     if transport == "shm":
         # Two buckets must stay in the last-level cache between the source's write and the receiver's read.
         return max(256 << 10, min(2 << 20, _core.last_level_cache_bytes() // 8))
+    if transport in ("nccl", "ipc"):
+        return 64 << 20  # long enough that neither a launch nor a collective's start is felt
     return 4 << 20

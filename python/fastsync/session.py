@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import threading
 import time
@@ -15,9 +14,11 @@ from typing import Any, Union
 import torch
 
 from . import _core
+from ._delivery import DeviceSpace, HostSpace, Space, deliver
+from ._device import cuda_in_use, current_device, runtime_for, stream_handle
 from ._group import Channel, channel_for, close_channel, resolve_group
 from ._progress import Display, check_progress
-from ._tensors import describe, dtype_from_name, is_generator, pair, snapshot
+from ._tensors import Description, describe, is_generator, pair, snapshot
 from ._transports import candidates, check_transport, default_bucket_bytes
 from ._waiting import Deadline
 from .errors import CommError, Error, InvalidArgument, PeerFailed, PeerLost, SharedDestination, StateError
@@ -80,7 +81,8 @@ class WeightSync:
         src: Global rank of the source.
         bucket_bytes: Bytes of a bucket, at least 1; rounded up to 256, cut down to what the plan needs. None: by
             transport and cache size. The source's value holds.
-        transport: "auto", "shm" (one host) or "gloo" (several); see `fastsync.transports()`.
+        transport: "auto", "shm" (one host), "gloo" (several), "nccl" (CUDA) or "ipc" (CUDA, ranks on one device); see
+            `fastsync.transports()`.
         verify: Checksum every bucket. The source's value holds.
         timeout_s: Seconds without progress after which a wait of this rank ends with `SyncTimeout`.
         strict: Unknown and missing names are errors; False syncs what both sides have, as in torch. The source's value
@@ -129,6 +131,8 @@ class WeightSync:
         self._stream_plan: tuple[int, Any] | None = None
         self._plan_current = False  # the newest plan is the table's
         self._user_error: BaseException | None = None
+        self._device: _core.CudaRuntime | None = None  # of the running sync's tensors
+        self._stream_handle = 0
         self._closed = False
 
     # --- what is known
@@ -207,9 +211,13 @@ class WeightSync:
             problem: BaseException | None = None
             plan_s = 0.0
             keep: list[object] = []
+            self._device = None
             try:
                 number = self._next_version(version)
-                if not streaming:
+                if streaming:
+                    if cuda_in_use():
+                        params = self._peek(params)
+                else:
                     with _Refused():
                         keep = self._refresh(*snapshot(params, self._rank), destination=False)
                         self._table.find_ties()
@@ -232,10 +240,13 @@ class WeightSync:
                 if problem is not None:
                     sender.connect_all()
                     raise problem
+                usable = candidates(self._device is not None)
+                if self._device is not None:
+                    sender.use_device(self._device, self._stream_handle)
                 if len(channel.ranks) > 1:
-                    transport = sender.join(self._transport, candidates())
+                    transport = sender.join(self._transport, usable)
                 else:  # nobody to send to: what would have been used
-                    transport = candidates()[0] if self._transport == "auto" else self._transport
+                    transport = usable[0] if self._transport == "auto" else self._transport
                 mark = time.perf_counter()
                 asked = self._bucket_bytes or default_bucket_bytes(transport)
                 plan, known = self._stream_plan_for(asked) if streaming else self._plan_for(asked)
@@ -279,6 +290,21 @@ class WeightSync:
             if streaming:
                 self._close_generator(params)
 
+    def _peek(self, params: Any) -> Iterator[Any]:
+        """The generator, after a look at where its first tensor is; what it raises then is raised in its turn."""
+        try:
+            first = next(params)
+        except StopIteration:
+            return iter(())
+        except BaseException as error:
+            self._user_error = error
+            raise
+        with _Refused():
+            name, tensor = pair(first, 0, self._rank)
+            d = describe(tensor, str(name), self._rank, destination=False)
+        self._find_device(d.device, set() if d.stream is None else {d.stream})
+        return _chain(first, params)
+
     def _push_all(self, sender: Any, params: Any) -> None:
         index = 0
         while True:
@@ -295,6 +321,7 @@ class WeightSync:
                 _check_name(name, index, self._rank)
                 if not sender.push_plain(name, tensor):
                     d = describe(tensor, name, self._rank, destination=False)
+                    stream = self._check_item_device(d, name)
                     sender.push(
                         name,
                         d.dtype,
@@ -305,6 +332,7 @@ class WeightSync:
                         d.flip_real,
                         d.flip_imag,
                         d.is_complex,
+                        stream,
                     )
             del item, tensor
             index += 1
@@ -339,18 +367,56 @@ class WeightSync:
     def _refresh(self, names: list[Any], tensors: list[Any], *, destination: bool) -> list[object]:
         """Brings the table up to date with these tensors; returns what must stay alive during the sync."""
         keep: list[object] = [tensors]
+        streams: set[int] = set()
         try:
             for i in self._table.refresh(names, tensors):
                 d = describe(tensors[i], names[i], self._rank, destination=destination)
                 keep.append(d.keep)
+                if d.stream is not None:
+                    streams.add(d.stream)
                 self._table.describe(
-                    i, d.dtype, d.shape, d.byte_strides, d.itemsize, d.address, d.flip_real, d.flip_imag, d.is_complex
+                    i,
+                    d.dtype,
+                    d.shape,
+                    d.byte_strides,
+                    d.itemsize,
+                    d.address,
+                    d.flip_real,
+                    d.flip_imag,
+                    d.is_complex,
+                    d.device,
                 )
+            self._find_device(self._table.device(), streams)
         except BaseException:
             self._table.clear()  # half described
             self._plan_current = False
             raise
         return keep
+
+    def _find_device(self, ordinal: int, streams: set[int]) -> None:
+        """Where this sync's tensors are, and on which stream the caller works on them."""
+        self._device = None
+        self._stream_handle = 0
+        if ordinal >= 0:
+            self._stream_handle = stream_handle(ordinal, streams)
+            self._device = runtime_for(ordinal)
+
+    def _check_item_device(self, d: Description, name: str) -> int:
+        """The stream of a generator's item; all items are where the first one was."""
+        nbytes = d.itemsize
+        for n in d.shape:
+            nbytes *= n
+        ordinal = -1 if self._device is None else self._device.ordinal
+        if nbytes > 0 and d.device != ordinal:
+            places = ["the CPU" if i < 0 else f"cuda:{i}" for i in (d.device, ordinal)]
+            raise InvalidArgument(
+                f"rank {self._rank}: tensor '{name}' is on {places[0]}, the generator's first one on {places[1]}; the "
+                "tensors of one sync must be on one device",
+                self._rank,
+            )
+        if ordinal < 0:
+            return 0
+        return stream_handle(ordinal, () if d.stream is None else (d.stream,))
 
     def _plan_for(self, asked: int) -> tuple[Any, bool]:
         """The plan of the table, and whether an earlier sync made it."""
@@ -421,6 +487,7 @@ class WeightSync:
         started = time.perf_counter()
         problem: BaseException | None = None
         keep: list[object] = []
+        self._device = None
         try:
             with _Refused():
                 if is_generator(into):
@@ -433,7 +500,7 @@ class WeightSync:
         except BaseException as error:
             problem = error
         plan_s = time.perf_counter() - started
-        with self._receiving(channel, problem) as (receiver, begin):
+        with self._receiving(channel, problem, self._use_destinations) as (receiver, begin):
             binder = _core.TableBinder(self._table, begin["strict"], begin["streaming"])
             try:
                 with _Refused():
@@ -457,9 +524,9 @@ class WeightSync:
 
     def _receive_load(self, channel: Channel, load: LoadWeights) -> SyncReport:
         started = time.perf_counter()
-        with self._receiving(channel, None) as (receiver, begin):
+        with self._receiving(channel, None, self._use_loader) as (receiver, begin):
             self._get_ready(channel, receiver, begin)
-            for items in self._deliver(receiver, own=False):
+            for items in deliver(receiver, self._space(receiver), own=False):
                 self._touched = True
                 try:
                     load(items)
@@ -477,10 +544,10 @@ class WeightSync:
         channel.acquire(self._timeout_s)
         try:
             started = time.perf_counter()
-            with self._receiving(channel, None) as (receiver, begin):
+            with self._receiving(channel, None, self._use_loader) as (receiver, begin):
                 self._get_ready(channel, receiver, begin)
                 count = 0
-                for items in self._deliver(receiver, own=not borrow):
+                for items in deliver(receiver, self._space(receiver), own=not borrow):
                     self._touched = True
                     for item in items:
                         count += 1
@@ -501,8 +568,27 @@ class WeightSync:
             channel.release()
             self._user_error = None
 
+    def _use_destinations(self, receiver: Any) -> None:
+        if self._device is not None:
+            receiver.use_device(self._device, self._stream_handle, False)
+
+    def _use_loader(self, receiver: Any) -> None:
+        """A loader takes tensors where they come: on this thread's device too, if the process has one in use."""
+        self._device = None
+        receiver.verify_first(True)
+        if cuda_in_use() and _core.cuda_unavailable_reason() is None:
+            self._find_device(current_device(), set())
+            receiver.use_device(self._device, self._stream_handle, True)
+
+    def _space(self, receiver: Any) -> Space:
+        if receiver.on_device and self._device is not None:
+            return DeviceSpace(self._device, self._stream_handle)
+        return HostSpace()
+
     @contextlib.contextmanager
-    def _receiving(self, channel: Channel, problem: BaseException | None) -> Iterator[tuple[Any, Any]]:
+    def _receiving(
+        self, channel: Channel, problem: BaseException | None, use: Callable[[Any], None]
+    ) -> Iterator[tuple[Any, Any]]:
         """One sync of a receiver: joined inside, failed towards the others if the body raises."""
         self._touched = False
         self._user_message = ""
@@ -525,6 +611,7 @@ class WeightSync:
                     if problem is not None:
                         receiver.announce(self._transport)
                         raise problem
+                    use(receiver)
                     begin = receiver.join(self._transport)
                     break
                 except _core.SourceClosed:
@@ -558,52 +645,6 @@ class WeightSync:
         receiver.ready()
         if receiver.needs_external:
             receiver.attach_external(channel.make_driver(begin["comm_generation"], self._timeout_s, receiver.check))
-
-    def _deliver(self, receiver: Any, *, own: bool) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Bucket by bucket, the tensors that are whole now. `own`: copied out; else views of the bucket."""
-        partial: torch.Tensor | None = None
-        delivered = 0
-        while (bucket := receiver.next_bucket(not own)) is not None:
-            address, used, pieces, first, last = bucket
-            raw = None if own or used == 0 else _view_memory(address, used, receiver.bucket_owner())
-            whole: dict[int, torch.Tensor] = {}
-            for index, offset, at, nbytes, completes in pieces:
-                if offset == 0 and completes and raw is not None:
-                    _, dtype, shape, _ = receiver.entry(index)
-                    view = _as_tensor(raw[at : at + nbytes], dtype_from_name(dtype), shape)
-                    if view is not None:
-                        whole[index] = view
-                        continue
-                if offset == 0:
-                    _, dtype, shape, _ = receiver.entry(index)
-                    partial = torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")
-                if partial is None:
-                    raise CommError(f"tensor number {index} arrived without its beginning")
-                _core.copy_bytes(partial.data_ptr() + offset, address + at, nbytes, False)
-                if completes:
-                    whole[index] = partial
-                    partial = None
-            if own:
-                receiver.release_bucket()  # copied out: the source need not wait for the callee
-            items = []
-            for index in range(first, last):
-                name, dtype, shape, _ = receiver.entry(index)
-                tensor = whole.pop(index, None)
-                items.append(
-                    (name, torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu") if tensor is None else tensor)
-                )
-            delivered = last
-            del raw
-            if items:
-                yield items
-            items = []
-            receiver.release_bucket()
-        rest = []
-        for index in range(delivered, receiver.tensors):  # empty tensors after the last bucket
-            name, dtype, shape, _ = receiver.entry(index)
-            rest.append((name, torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")))
-        if rest:
-            yield rest
 
     def _received(
         self,
@@ -718,6 +759,14 @@ class WeightSync:
     _user_message = ""
 
 
+def _chain(first: object, rest: Iterator[Any]) -> Iterator[Any]:
+    """`first`, then `rest`; keeps no hold of an item that has been taken."""
+    held = [first]
+    del first
+    yield held.pop()
+    yield from rest
+
+
 def _check_name(name: object, index: int, rank: int) -> None:
     valid = isinstance(name, str)
     if isinstance(name, str) and not name.isascii():
@@ -730,20 +779,6 @@ def _check_name(name: object, index: int, rank: int) -> None:
             f"rank {rank}: the name of tensor number {index} is {name!r}, not a valid str (UTF-8 without lone surrogates)",
             rank,
         )
-
-
-def _view_memory(address: int, nbytes: int, owner: object) -> torch.Tensor:
-    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
-    buffer.owner = owner  # type: ignore[attr-defined]
-    return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _as_tensor(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor | None:
-    """`raw` bytes as a tensor that shares their memory; None for dtypes that torch cannot view bytes as."""
-    try:
-        return raw.view(dtype).view(shape)
-    except RuntimeError:
-        return None
 
 
 # --- the one-liners -----------------------------------------------------------------------------------------------------

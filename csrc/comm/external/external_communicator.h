@@ -11,7 +11,7 @@
 // The transport would let the source run ahead by its own buckets and the receivers' as well. Receivers therefore report
 // what they have released, and the source waits for that as it would with shared memory.
 //
-// Ownership: the buckets are ours; memory() lets whoever hands their addresses to a library keep them alive for as long
+// Ownership: the buckets are ours; owned_memory() lets whoever hands their addresses to a library keep them alive for as long
 // as the library may write there. The channel must outlive this object.
 // Threads: as Communicator; the callbacks are called on the calling thread. They may block only as long as they are told.
 // Errors: as Communicator. What the callbacks and the channel throw is kept as the first error. Headers are a peer's
@@ -83,7 +83,8 @@ class ExternalCommunicator final : public Communicator {
   // Drops the handles of broadcasts in flight without waiting.
   ~ExternalCommunicator() override;
 
-  [[nodiscard]] std::shared_ptr<const Buffer> memory() const noexcept { return memory_; }
+  [[nodiscard]] std::shared_ptr<const Buffer> owned_memory() const noexcept { return memory_; }
+  [[nodiscard]] BufferView memory() const noexcept override { return memory_->view(); }
 
   [[nodiscard]] std::string_view name() const noexcept override { return name_; }
   [[nodiscard]] std::uint64_t bucket_bytes() const noexcept override { return bucket_bytes_; }
@@ -100,6 +101,7 @@ class ExternalCommunicator final : public Communicator {
   // Source: finishes what was sent. Receiver: starts and finishes everything that the channel still delivers. Works
   // after a failure and after abort(); ends by itself if every rank drains. Throws if a broadcast fails.
   void drain(Wait& wait) override;
+  [[nodiscard]] Recovery recovery() const noexcept override { return Recovery::kDrain; }
   // Throws StateError while a broadcast is in flight.
   void reset(std::uint64_t epoch) override;
   [[nodiscard]] int waiting_for() const noexcept override;

@@ -200,6 +200,7 @@ ShmCommunicator::ShmCommunicator(shm::Control& control, std::byte* data, std::ui
       buffers_(buffers),
       readers_(readers),
       bucket_bytes_(bucket_bytes),
+      announced_bytes_(bucket_bytes),
       slot_stride_(round_to_page(bucket_bytes)) {
   const bool crowded = usable_cores() < readers + 1;
   spin_min_ = crowded ? kSpinCrowded : kSpinMin;
@@ -350,9 +351,9 @@ void ShmCommunicator::send(const BucketSlot& slot, const BucketHeader& header, W
   if (!self.lent || slot.epoch != epoch_ || slot.index != moved_ || header.index != slot.index) {
     throw StateError(concat("shm send(): bucket ", header.index, " was not acquired for this sync"));
   }
-  if (header.used_bytes > bucket_bytes_) {
+  if (header.used_bytes > announced_bytes_) {
     throw InvalidArgument(
-        concat("bucket ", header.index, " uses ", header.used_bytes, " bytes, it holds ", bucket_bytes_));
+        concat("bucket ", header.index, " uses ", header.used_bytes, " bytes, it holds ", announced_bytes_));
   }
   shm::SlotLine& line = control_->slot(readers_, static_cast<std::uint32_t>(slot.index % buffers_));
   line.index.store(header.index, std::memory_order_relaxed);
@@ -403,8 +404,8 @@ BucketSlot ShmCommunicator::receive(BucketHeader& header, Wait& wait) {
   read.checksum.product = line.checksum_product.load(std::memory_order_relaxed);
   read.checksum.sum = line.checksum_sum.load(std::memory_order_relaxed);
   read.flags = line.flags.load(std::memory_order_relaxed);
-  if (read.index != index || read.used_bytes > bucket_bytes_) {
-    fail(CommError(concat("bucket ", index, " of ", bucket_bytes_, " bytes was announced as bucket ", read.index,
+  if (read.index != index || read.used_bytes > announced_bytes_) {
+    fail(CommError(concat("bucket ", index, " of ", announced_bytes_, " bytes was announced as bucket ", read.index,
                           " of ", read.used_bytes, " bytes; the shared memory of rank ", source_rank_, " is damaged"),
                    source_rank_));
   }

@@ -50,12 +50,18 @@ class ShmCommunicator final : public Communicator {
   // Source: what to pass to the readers; -1 on a reader and after close_descriptors().
   [[nodiscard]] int control_fd() const noexcept;
   [[nodiscard]] int data_fd() const noexcept;
+  // The headers speak of buckets that lie elsewhere and have this size; what is lent here is only a place in the order.
+  void announces(std::uint64_t bucket_bytes) noexcept { announced_bytes_ = bucket_bytes; }
   // Empty, or which protection of the data this kernel lacks.
   [[nodiscard]] std::string protection_note() const;
 
   [[nodiscard]] std::string_view name() const noexcept override { return "shm"; }
   [[nodiscard]] std::uint64_t bucket_bytes() const noexcept override { return bucket_bytes_; }
   [[nodiscard]] std::uint32_t buffers() const noexcept override { return buffers_; }
+  // The source's: a reader's mapping is private, and pinning it would cut it off from the source's.
+  [[nodiscard]] BufferView memory() const noexcept override {
+    return source_ ? BufferView{data_, buffers_ * slot_stride_, MemoryKind::kShared} : BufferView{};
+  }
   [[nodiscard]] std::uint64_t staging_bytes() const noexcept override { return buffers_ * slot_stride_; }
 
   [[nodiscard]] BucketSlot acquire(Wait& wait) override;
@@ -66,6 +72,7 @@ class ShmCommunicator final : public Communicator {
   void mark_exposed(const BucketSlot& slot) override;
   void release(const BucketSlot& slot) override;
 
+  [[nodiscard]] Recovery recovery() const noexcept override { return Recovery::kAbort; }
   void reset(std::uint64_t epoch) override;
   [[nodiscard]] int waiting_for() const noexcept override;
   void abort() noexcept override;
@@ -112,6 +119,7 @@ class ShmCommunicator final : public Communicator {
   std::uint32_t buffers_;
   std::uint32_t readers_;
   std::uint64_t bucket_bytes_;
+  std::uint64_t announced_bytes_;
   std::uint64_t slot_stride_;
   std::vector<int> reader_ranks_;
   int source_rank_ = -1;

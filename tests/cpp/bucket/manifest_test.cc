@@ -21,7 +21,7 @@ TensorMeta meta_of(std::string name, std::vector<std::int64_t> shape = {4, 8}, s
   meta.itemsize = itemsize;
   meta.nbytes = itemsize;
   for (const std::int64_t dim : shape) meta.nbytes *= static_cast<std::uint64_t>(dim);
-  meta.shape = std::move(shape);
+  meta.shape.assign(shape.begin(), shape.end());
   return meta;
 }
 

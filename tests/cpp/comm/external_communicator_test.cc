@@ -165,7 +165,7 @@ TEST(ExternalSource, DropsWhatItLeavesInFlightAndKeepsItsMemoryForTheLibrary) {
     ExternalCommunicator source(Role::kSource, "fake", 2, kBucketBytes, hand.ops(), hand);
     Wait wait(kLongTimeout, nullptr);
     send_one(source, 0, 0, wait);
-    memory = source.memory();
+    memory = source.owned_memory();
   }
   EXPECT_EQ(hand.dropped, std::vector<std::uint64_t>{0});
   std::memset(memory->data(), 0, memory->nbytes());  // still there

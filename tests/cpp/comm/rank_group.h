@@ -178,7 +178,7 @@ class ExternalGroup final : public RankGroup {
   ~ExternalGroup() override {
     // The links may still copy into the buckets of a failed test: they end before the memory does.
     std::vector<std::shared_ptr<const Buffer>> memory;
-    for (const auto& rank : ranks_) memory.push_back(rank->memory());
+    for (const auto& rank : ranks_) memory.push_back(rank->owned_memory());
     ranks_.clear();
     broadcast_.reset();
   }
