@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace fastsync::fake {
@@ -51,7 +52,13 @@ FaultAction action_of(std::string_view word, std::string_view value) {
 std::optional<int> fake_rank() {
   const char* text = std::getenv("FASTSYNC_FAKE_RANK");
   if (text == nullptr || *text == '\0') return std::nullopt;
-  return number_of<int>(std::string("FASTSYNC_FAKE_RANK=") + text, text);
+  int rank = 0;
+  const auto [end, error] = std::from_chars(text, text + std::strlen(text), rank);
+  if (error != std::errc() || *end != '\0') {
+    std::fprintf(stderr, "FASTSYNC_FAKE_RANK=%s: not a whole number\n", text);
+    ::_exit(kBadPlanStatus);
+  }
+  return rank;
 }
 
 FaultPlan::FaultPlan(std::string_view text, std::optional<int> rank) {

@@ -66,7 +66,7 @@ class FaultPlan {
   std::map<std::string, std::uint64_t, std::less<>> calls_;
 };
 
-// FASTSYNC_FAKE_RANK, if it is set.
+// FASTSYNC_FAKE_RANK, if it is set. One that is no number ends the process, as a bad plan does.
 [[nodiscard]] std::optional<int> fake_rank();
 
 // Inverts `count` bytes (all of them, if there are fewer), spread evenly over the range.

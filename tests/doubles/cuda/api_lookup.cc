@@ -17,7 +17,7 @@ namespace {
 // Not settings(): a resolver may run before anything of the library is initialised.
 bool driver_has(int version) {
   const char* text = std::getenv("FASTSYNC_FAKE_DRIVER");
-  return text == nullptr || *text == '\0' || std::atoi(text) >= version;
+  return text == nullptr || *text == '\0' || std::strtol(text, nullptr, 10) >= version;
 }
 
 }  // namespace

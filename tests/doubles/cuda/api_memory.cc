@@ -21,8 +21,8 @@ Place place_of(CUdeviceptr address, std::size_t nbytes) {
   const Memory& memory = driver().memory;
   const auto region = memory.find(address);
   if (region == nullptr) {
-    if (memory.is_device_address(address)) return Place::kBad;
-    return is_mapped(reinterpret_cast<const void*>(address), nbytes) ? Place::kPageable : Place::kBad;
+    if (memory.is_device_address(address) || memory.was_freed(address)) return Place::kBad;
+    return is_mapped(host_pointer(address), nbytes) ? Place::kPageable : Place::kBad;
   }
   const bool inside = nbytes <= region->base + region->nbytes - address;
   if (region->kind == RegionKind::kPinned || region->kind == RegionKind::kRegistered) {
@@ -78,10 +78,10 @@ CUresult queue_copy(const Call& call, const Copy& copy, CUstream handle) {
   // and written when the stream gets there.
   std::shared_ptr<std::vector<std::byte>> staged;
   if (from == Place::kPageable) {
-    const auto* begin = reinterpret_cast<const std::byte*>(copy.src);
+    const std::byte* begin = host_pointer(copy.src);
     staged = std::make_shared<std::vector<std::byte>>(begin, begin + copy.nbytes);
   }
-  auto* unpinned_dst = to == Place::kPageable ? reinterpret_cast<std::byte*>(copy.dst) : nullptr;
+  auto* unpinned_dst = to == Place::kPageable ? host_pointer(copy.dst) : nullptr;
   const Mark mark = call.queue(*stream, [copy, staged, unpinned_dst](fastsync_fake_op& op) {
     const std::byte* src = staged != nullptr ? staged->data() : op.translate(copy.src, copy.nbytes, false, true);
     std::byte* dst = unpinned_dst != nullptr ? unpinned_dst : op.translate(copy.dst, copy.nbytes, true, true);
@@ -143,7 +143,9 @@ CUresult pointer_attribute(void* out, CUpointer_attribute attribute, CUdeviceptr
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: store(out, known ? region->base : 0); return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE: store(out, known ? std::size_t{region->nbytes} : 0); return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED: store(out, 0); return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID: store(out, known ? region->base : 0); return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+    case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: store(out, 0); return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MAPPED:
       store(out, known && (region->kind != RegionKind::kReservation || physical != nullptr) ? 1 : 0);
       return CUDA_SUCCESS;

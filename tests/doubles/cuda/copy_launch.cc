@@ -1,9 +1,6 @@
 #include "doubles/cuda/copy_launch.h"
 
-#include <algorithm>
-#include <cstring>
-#include <optional>
-#include <span>
+#include <bit>
 #include <string>
 #include <utility>
 #include <vector>
@@ -85,7 +82,11 @@ class LaunchOnHost {
   }
 
   [[nodiscard]] bool translate_strided(CopyPiece& piece) {
-    const std::uint64_t* header = args_.layouts == nullptr ? nullptr : words(piece.layout - 1, kCopyLayoutHeaderWords);
+    if (args_.layouts == nullptr) {
+      complain("a piece has a layout, and the launch has none");
+      return false;
+    }
+    const std::uint64_t* header = words(piece.layout - 1, kCopyLayoutHeaderWords);
     if (header == nullptr) return false;
     const std::uint64_t dimensions = header[0];
     const std::uint64_t itemsize = header[1];

@@ -55,11 +55,12 @@ const char* journal_kind(RegionKind kind) noexcept {
 void* map_no_access(std::uint64_t nbytes) {
   // Not through a sanitizer's mmap(), which would prepare shadow memory for terabytes that nobody touches.
   const long at = ::syscall(SYS_mmap, nullptr, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return at == -1 ? nullptr : reinterpret_cast<void*>(at);
+  return at == -1 ? nullptr : host_pointer(static_cast<std::uint64_t>(at));
 }
 
+// Over a mapping that exists, so it cannot fail for want of addresses.
 void close_range_fixed(void* at, std::uint64_t nbytes) {
-  ::mmap(at, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  (void)::mmap(at, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
 }  // namespace
@@ -70,7 +71,7 @@ bool is_mapped(const void* base, std::uint64_t nbytes) {
   constexpr std::uint64_t kStep = std::uint64_t{1} << 30;
   std::vector<unsigned char> pages(std::min(length, kStep) / kPageBytes);
   for (std::uint64_t at = 0; at < length; at += kStep) {
-    if (::mincore(reinterpret_cast<void*>(begin + at), std::min(kStep, length - at), pages.data()) != 0) return false;
+    if (::mincore(host_pointer(begin + at), std::min(kStep, length - at), pages.data()) != 0) return false;
   }
   return true;
 }
@@ -145,6 +146,18 @@ std::shared_ptr<Region> Memory::find(std::uint64_t address) const {
   return find_locked(address);
 }
 
+Memory::DeadRanges::const_iterator Memory::find_dead_locked(std::uint64_t address) const {
+  const auto after = dead_.upper_bound(address);
+  if (after == dead_.begin()) return dead_.end();
+  const auto before = std::prev(after);
+  return address - before->first < before->second.first ? before : dead_.end();
+}
+
+bool Memory::was_freed(std::uint64_t address) const {
+  const std::lock_guard lock(mutex_);
+  return find_dead_locked(address) != dead_.end();
+}
+
 bool Memory::overlaps_locked(std::uint64_t base, std::uint64_t nbytes) const {
   const auto after = live_.lower_bound(base + nbytes);
   return after != live_.begin() && std::prev(after)->second->base + std::prev(after)->second->nbytes > base;
@@ -154,7 +167,8 @@ bool Memory::overlaps_locked(std::uint64_t base, std::uint64_t nbytes) const {
 void Memory::retire_locked(Regions::iterator position) {
   const std::shared_ptr<Region> region = position->second;
   region->live = false;
-  if (is_device_address(region->base)) dead_.emplace(region->base, std::pair(region->nbytes, region->kind));
+  if (is_device_address(region->base) || region->kind == RegionKind::kPinned)
+    dead_.emplace(region->base, std::pair(region->nbytes, region->kind));
   driver().journal.live(journal_kind(region->kind), -1);
   live_.erase(position);
 }
@@ -165,10 +179,8 @@ Translation Memory::translate(std::uint64_t address, std::uint64_t nbytes, int d
   const std::lock_guard lock(mutex_);
   const auto region = find_locked(address);
   if (region == nullptr) {
-    auto after = dead_.upper_bound(address);
-    if (after != dead_.begin() && address - std::prev(after)->first < std::prev(after)->second.first) {
-      result.problem =
-          "use-after-free: " + range + " lies in " + kind_text(std::prev(after)->second.second) + " that was freed";
+    if (const auto dead = find_dead_locked(address); dead != dead_.end()) {
+      result.problem = "use-after-free: " + range + " lies in " + kind_text(dead->second.second) + " that was freed";
     } else if (is_device_address(address)) {
       result.problem = "wild-pointer: " + range + " is a device address that was never allocated";
     } else {
@@ -213,7 +225,7 @@ bool Memory::pieces_cover(const Region& region, std::uint64_t address, std::uint
     const std::uint32_t allowed = writes ? piece.writers : piece.readers;
     if (device == kAnyDevice ? allowed == 0 : (allowed & mask_of(device)) == 0) {
       problem = "no-access: " + range_text(address, nbytes) + " is mapped, without " + (writes ? "write" : "read") +
-                " access for device " + std::to_string(device);
+                " access" + (device == kAnyDevice ? "" : " for device " + std::to_string(device));
       return false;
     }
     at = std::prev(after)->first + piece.nbytes;

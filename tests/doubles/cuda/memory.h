@@ -34,6 +34,11 @@ inline constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // of VMM
 inline constexpr int kAnyDevice = -1;
 inline constexpr int kHostDevice = -2;
 
+// The memory that a checked number is the address of.
+[[nodiscard]] inline std::byte* host_pointer(std::uint64_t address) noexcept {
+  return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr): CUdeviceptr is a number
+}
+
 // Whether the kernel has all of [base, base + nbytes) mapped.
 [[nodiscard]] bool is_mapped(const void* base, std::uint64_t nbytes);
 
@@ -121,6 +126,8 @@ class Memory {
   [[nodiscard]] std::shared_ptr<Region> find(std::uint64_t address) const;
   // Whether an address is in the range that device addresses come from, dead or alive.
   [[nodiscard]] bool is_device_address(std::uint64_t address) const noexcept;
+  // Whether it lies in device or pinned memory that was freed.
+  [[nodiscard]] bool was_freed(std::uint64_t address) const;
 
   // Whether `device` (or kAnyDevice: a copy engine reaches all) may use [address, + nbytes), and where it is.
   [[nodiscard]] Translation translate(std::uint64_t address, std::uint64_t nbytes, int device, bool writes) const;
@@ -153,7 +160,9 @@ class Memory {
 
  private:
   using Regions = std::map<std::uint64_t, std::shared_ptr<Region>>;
+  using DeadRanges = std::map<std::uint64_t, std::pair<std::uint64_t, RegionKind>>;  // base -> size
   [[nodiscard]] std::shared_ptr<Region> find_locked(std::uint64_t address) const;
+  [[nodiscard]] DeadRanges::const_iterator find_dead_locked(std::uint64_t address) const;  // end() if none
   [[nodiscard]] std::uint64_t take_range_locked(std::uint64_t nbytes, std::uint64_t alignment);
   [[nodiscard]] bool overlaps_locked(std::uint64_t base, std::uint64_t nbytes) const;
   [[nodiscard]] bool take_bytes(int device, std::uint64_t nbytes);
@@ -165,7 +174,7 @@ class Memory {
 
   mutable std::mutex mutex_;
   Regions live_;
-  std::map<std::uint64_t, std::pair<std::uint64_t, RegionKind>> dead_;  // base -> size: of device addresses
+  DeadRanges dead_;  // of addresses that are never given out again
   std::uint64_t range_begin_ = 0;
   std::uint64_t range_end_ = 0;
   std::uint64_t next_ = 0;
