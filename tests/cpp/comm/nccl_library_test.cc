@@ -8,17 +8,14 @@
 #include <vector>
 
 #include "common/error.h"
+#include "support/expect_words.h"
 #include "support/process.h"
 
 namespace fastsync {
 namespace {
 
+using testing::expect_words;
 using Mode = DynamicLibrary::Mode;
-
-void expect_words(const std::string& text, std::initializer_list<const char*> words) {
-  for (const char* word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
-}
 
 // A library is chosen once a process; every choice is made in one of its own.
 template <typename Body>

@@ -8,20 +8,17 @@
 #include "common/error.h"
 #include "device/cuda/cuda_runtime.h"
 #include "device/cuda_process.h"
+#include "support/expect_words.h"
 
 namespace fastsync {
 namespace {
 
+using testing::expect_words;
 using testing::in_cuda_process;
 
 std::string reason_of(const std::string& file) {
   std::string reason;
   return CudaDriver::open(file, reason) == nullptr ? reason : std::string("it opened");
-}
-
-void expect_words(const std::string& text, std::initializer_list<const char*> words) {
-  for (const char* word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
 }
 
 TEST(CudaDriver, SaysThatThereIsNone) {

@@ -10,6 +10,7 @@
 #include "device/cuda/cuda_runtime.h"
 #include "device/cuda_process.h"
 #include "support/bounds.h"
+#include "support/expect_words.h"
 
 namespace fastsync {
 namespace {
@@ -17,6 +18,7 @@ namespace {
 using testing::Channel;
 using testing::cuda_process;
 using testing::CudaJournal;
+using testing::expect_words;
 using testing::in_cuda_process;
 
 constexpr std::uint64_t kBytes = 3 << 20;  // not a whole number of granules
@@ -35,16 +37,12 @@ std::string error_of(Call call) {
   return "no error";
 }
 
-void expect_words(const std::string& text, std::initializer_list<const char*> words) {
-  for (const char* word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
-}
-
 class CudaIpcTest : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
-    if (testing::cuda_path().empty())
+    if (testing::cuda_path().empty()) {
       GTEST_SKIP() << "no double of libcuda was built, and FASTSYNC_CUDA_PATH is not set";
+    }
   }
   [[nodiscard]] static testing::Environment environment() { return {{"FASTSYNC_IPC", GetParam()}}; }
   [[nodiscard]] static bool by_descriptor() { return std::string(GetParam()) == "vmm"; }
@@ -130,8 +128,9 @@ INSTANTIATE_TEST_SUITE_P(, CudaIpcTest, ::testing::Values("legacy", "vmm"),
 class CudaSharingTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (testing::cuda_path().empty())
+    if (testing::cuda_path().empty()) {
       GTEST_SKIP() << "no double of libcuda was built, and FASTSYNC_CUDA_PATH is not set";
+    }
   }
 };
 

@@ -18,6 +18,7 @@
 #include "device/buffer.h"
 #include "device/cuda_process.h"
 #include "support/bounds.h"
+#include "support/expect_words.h"
 
 namespace fastsync {
 namespace {
@@ -25,6 +26,7 @@ namespace {
 using namespace std::chrono_literals;
 using testing::CudaJournal;
 using testing::Environment;
+using testing::expect_words;
 using testing::in_cuda_process;
 
 constexpr std::uint64_t kBytes = 1 << 20;
@@ -39,11 +41,6 @@ std::string error_of(Call call) {
     return error.what();
   }
   return "no DeviceError";
-}
-
-void expect_words(const std::string& text, std::initializer_list<const char*> words) {
-  for (const char* word : words)
-    EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
 }
 
 void fill_random(std::byte* data, std::uint64_t nbytes, std::uint64_t seed) {
@@ -72,8 +69,9 @@ struct Device {
 class CudaRuntimeTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (testing::cuda_path().empty())
+    if (testing::cuda_path().empty()) {
       GTEST_SKIP() << "no double of libcuda was built, and FASTSYNC_CUDA_PATH is not set";
+    }
   }
 };
 

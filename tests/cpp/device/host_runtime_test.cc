@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <future>
@@ -12,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/checksum.h"
 #include "common/error.h"
 
 namespace fastsync {
@@ -66,6 +68,41 @@ TEST_F(HostRuntimeTest, QueueingDoesNotBlockTheHost) {
   event.synchronize(wait_);
   EXPECT_TRUE(event.query());
   EXPECT_EQ(dst, src);
+}
+
+TEST_F(HostRuntimeTest, FillsAndLaunchesCopiesWhenTheStreamGetsThere) {
+  Stream stream(runtime_, "s");
+  Gate gate;
+  alignas(256) std::array<std::byte, 256> bucket{};
+  std::array<std::byte, 100> source{};
+  Checksum sum;
+  CopyPiece piece;
+  piece.address = reinterpret_cast<std::uint64_t>(source.data());
+  piece.nbytes = source.size();
+  CopyArgs args;
+  args.pieces = &piece;
+  args.bucket = bucket.data();
+  args.sum = &sum;
+  args.used_bytes = source.size();
+  args.count = 1;
+  runtime_->enqueue(stream.view(), gate.task());
+  runtime_->fill(source.data(), std::byte{7}, source.size(), stream.view());
+  runtime_->launch_copy(CopyDirection::kPack, args, stream.view());
+  EXPECT_EQ(bucket[0], std::byte{0});
+  gate.open();
+  stream.synchronize(wait_);
+  EXPECT_TRUE(std::equal(source.begin(), source.end(), bucket.begin()));
+  EXPECT_EQ(bucket[99], std::byte{7});
+  EXPECT_EQ(bucket[100], std::byte{0});
+  EXPECT_EQ(sum, checksum_bytes(source.data(), source.size(), 0));
+}
+
+TEST_F(HostRuntimeTest, SaysThatItCannotShareWithOtherProcesses) {
+  EXPECT_FALSE(runtime_->can_share_events());
+  EXPECT_THROW((void)runtime_->export_memory({}), DeviceError);
+  EXPECT_THROW((void)runtime_->import_memory({}), DeviceError);
+  EXPECT_THROW((void)runtime_->create_shared_event(), DeviceError);
+  EXPECT_EQ(runtime_->device_id(), "");
 }
 
 TEST_F(HostRuntimeTest, StreamsAreOrderedByEventsAndTheHostIsNotHeld) {
