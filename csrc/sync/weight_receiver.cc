@@ -61,6 +61,11 @@ WeightReceiver::~WeightReceiver() { close(false); }
 void WeightReceiver::drop_data_plane() noexcept {
   registered_ = {};
   slot_.reset();
+  if (comm_ && comm_->name() == "ipc") {
+    // The source may have our events open: they go once it has opened the next ones.
+    static_cast<IpcCommunicator&>(*comm_).detach();
+    retired_.push_back(std::move(comm_));
+  }
   comm_.reset();
   comm_generation_ = 0;
 }
@@ -754,6 +759,7 @@ void WeightReceiver::commit(const ReadyLists& lists) {
     link_->send(FrameType::kDone, sync_, i + 1 == pieces.size() ? 1 : 0, pieces[i]);
   }
   wait_until("commit", [this] { return committed_; });
+  if (next_bucket_ > 0) retired_.clear();
   descriptors_.clear();
   phases_.commit += seconds_since(start);
   active_ = joined_ = began_ = false;
@@ -854,7 +860,10 @@ void WeightReceiver::close(bool exiting) noexcept {
     if (link_) link_->send(FrameType::kBye, 0, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
   } catch (...) {  // the source sees the connection end
   }
+  const OwnedFd source = link_ && !link_->gone() ? OwnedFd::duplicate(link_->fd()) : OwnedFd();
   drop_data_plane();  // before the connection: its end tells the source that we have its memory open no more
+  for (auto& ring : retired_) IpcCommunicator::keep_for(std::move(ring), {&source, 1});
+  retired_.clear();
   link_.reset();
   plans_.clear();
   descriptors_.clear();

@@ -207,6 +207,7 @@ class WeightReceiver {
   std::unique_ptr<Headers> headers_;
   std::shared_ptr<Communicator> comm_;  // shared with tensors that were lent to code that is not ours
   std::uint64_t comm_generation_ = 0;
+  std::vector<std::shared_ptr<Communicator>> retired_;  // whose events the source may still have open
   bool needs_external_ = false;
   std::deque<BucketHeader> announced_;
   std::vector<OwnedFd> descriptors_;

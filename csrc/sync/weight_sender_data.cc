@@ -22,7 +22,9 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 void WeightSender::drop_data_plane() noexcept {
   registered_ = {};
   if (comm_ && comm_->name() == "ipc") {
-    retired_.push_back(std::move(comm_));  // readers may have it open: it goes once they have opened the next one
+    // Readers may have it open: it goes once they have opened the next one.
+    static_cast<IpcCommunicator&>(*comm_).detach();
+    retired_.push_back(std::move(comm_));
   }
   comm_.reset();
   comm_transport_.clear();

@@ -292,18 +292,24 @@ class WeightSync:
 
     def _peek(self, params: Any) -> Iterator[Any]:
         """The generator, after a look at where its first tensor is; what it raises then is raised in its turn."""
-        try:
-            first = next(params)
-        except StopIteration:
-            return iter(())
-        except BaseException as error:
-            self._user_error = error
-            raise
-        with _Refused():
-            name, tensor = pair(first, 0, self._rank)
-            d = describe(tensor, str(name), self._rank, destination=False)
+        held: list[Any] = []
+        while True:
+            try:
+                item = next(params)
+            except StopIteration:
+                return iter(held)
+            except BaseException as error:
+                self._user_error = error
+                raise
+            held.append(item)
+            with _Refused():
+                name, tensor = pair(item, len(held) - 1, self._rank)
+                d = describe(tensor, str(name), self._rank, destination=False)
+            if 0 not in d.shape:  # an empty tensor is nowhere
+                break
         self._find_device(d.device, set() if d.stream is None else {d.stream})
-        return _chain(first, params)
+        del item, tensor, d
+        return _chain(held, params)
 
     def _push_all(self, sender: Any, params: Any) -> None:
         index = 0
@@ -759,11 +765,10 @@ class WeightSync:
     _user_message = ""
 
 
-def _chain(first: object, rest: Iterator[Any]) -> Iterator[Any]:
-    """`first`, then `rest`; keeps no hold of an item that has been taken."""
-    held = [first]
-    del first
-    yield held.pop()
+def _chain(held: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """What is held, then `rest`; keeps no hold of an item that has been taken."""
+    while held:
+        yield held.pop(0)
     yield from rest
 
 

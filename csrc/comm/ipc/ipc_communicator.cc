@@ -135,10 +135,10 @@ void sweep_kept_rings() {
 }
 }  // namespace
 
-void IpcCommunicator::keep_for(std::shared_ptr<Communicator> ring, const std::vector<OwnedFd>& readers) noexcept {
+void IpcCommunicator::keep_for(std::shared_ptr<Communicator> ring, std::span<const OwnedFd> others) noexcept {
   try {
     Kept kept{std::move(ring), {}};
-    for (const OwnedFd& reader : readers) kept.readers.push_back(OwnedFd::duplicate(reader.get()));
+    for (const OwnedFd& other : others) kept.readers.push_back(OwnedFd::duplicate(other.get()));
     {
       const std::lock_guard lock(kept_rings().mutex);
       kept_rings().rings.push_back(std::move(kept));
@@ -169,6 +169,7 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::create(std::shared_ptr<DeviceR
     }
   }
   made->read_.resize(reader_ranks.size());
+  made->is_source_ = true;
   return made;
 }
 
@@ -200,8 +201,15 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::attach(std::shared_ptr<DeviceR
   return made;
 }
 
-IpcCommunicator::~IpcCommunicator() {
-  if (mapped_.data != nullptr) runtime_->close_memory(mapped_);
+IpcCommunicator::~IpcCommunicator() { detach(); }
+
+void IpcCommunicator::detach() noexcept {
+  if (is_source_) {
+    for (auto& reader : read_) reader.clear();
+    return;
+  }
+  packed_.clear();
+  if (mapped_.data != nullptr) runtime_->close_memory(std::exchange(mapped_, Allocation{}));
 }
 
 IpcDescriptor IpcCommunicator::describe() const {

@@ -8,8 +8,9 @@
 // back only when all readers have recorded. Where events cannot be shared, each side waits for its own stream before it
 // hands over, and the hosts alone order the slots.
 //
-// Ownership: the source owns the ring; exporting processes must outlive the importers' use, so a ring that is given up
-// while readers may still have it open is kept until their connections are gone (keep_for()).
+// Ownership: the source owns the ring and its events, a reader its own events. What is exported must outlive its use by
+// importers: a side that gives the ring up first lets go of what it imported (detach()), and keeps what it exported until
+// the other side has done the same, or its connection is gone (keep_for()).
 // Threads, errors: as Communicator; DeviceError from the device. Streams: as Communicator, for device memory.
 #pragma once
 
@@ -54,9 +55,11 @@ class IpcCommunicator final : public Communicator {
                                                                std::uint32_t reader_index);
   ~IpcCommunicator() override;
 
+  // Closes what was imported. The object is of no use afterwards, but what it exported lives on.
+  void detach() noexcept;
   // Keeps a ring alive until every one of these connections has been closed by its other end, however that happens.
   // Never blocks; looked after whenever a ring is made or kept.
-  static void keep_for(std::shared_ptr<Communicator> ring, const std::vector<OwnedFd>& readers) noexcept;
+  static void keep_for(std::shared_ptr<Communicator> ring, std::span<const OwnedFd> others) noexcept;
 
   // Source: what to pass to the readers, with the descriptors of the handshake.
   [[nodiscard]] IpcDescriptor describe() const;
@@ -100,7 +103,7 @@ class IpcCommunicator final : public Communicator {
   Event host_order_;                      // where events cannot be shared
   Buffer memory_;                         // source
   Allocation mapped_;                     // reader
-  std::uint64_t received_ = 0;
+  bool is_source_ = false;
 };
 
 }  // namespace fastsync
