@@ -164,6 +164,35 @@ TEST_F(NcclDouble, MovesSendsAndReceivesOfAGroupTogether) {
   ranks.join_all();
 }
 
+TEST_F(NcclDouble, HoldsAllStreamsOfAGroupUntilItIsDone) {
+  Ranks ranks;
+  const Signal called;
+  ranks.add_all(2, [&](Rank& rank) {
+    ncclComm_t communicator = rank.join(2, ranks.share_id(rank, 2));
+    CUstream other = rank.new_stream();
+    void* one = rank.buffer(pattern(1000, static_cast<std::uint64_t>(rank.rank())));
+    void* two = rank.buffer(pattern(2000, static_cast<std::uint64_t>(rank.rank())));
+    if (rank.rank() == 1) called.take();
+    ASSERT_EQ(rank.nccl.ncclGroupStart(), ncclSuccess);
+    ASSERT_EQ(rank.nccl.ncclBroadcast(one, one, 1000, ncclUint8, 0, communicator, rank.stream), ncclSuccess);
+    ASSERT_EQ(rank.nccl.ncclBroadcast(two, two, 2000, ncclUint8, 1, communicator, other), ncclSuccess);
+    EXPECT_TRUE(rank.idle()) << "nothing is queued before the group ends";
+    (void)rank.nccl.ncclGroupEnd();
+    ASSERT_EQ(rank.settled(communicator), ncclSuccess);
+    if (rank.rank() == 0) {
+      EXPECT_TRUE(hangs(rank));
+      EXPECT_EQ(rank.cuda.query(other), CUDA_ERROR_NOT_READY);
+      called.give();
+    }
+    ASSERT_TRUE(rank.finish());
+    ASSERT_TRUE(comes_true([&] { return rank.cuda.query(other) == CUDA_SUCCESS; }));
+    EXPECT_TRUE(rank.bytes(one, 1000) == pattern(1000, 0));
+    EXPECT_TRUE(rank.bytes(two, 2000) == pattern(2000, 1));
+    EXPECT_EQ(rank.nccl.ncclCommDestroy(communicator), ncclSuccess);
+  });
+  ranks.join_all();
+}
+
 TEST_F(NcclDouble, HangsWhenTwoRanksSendToEachOtherOutsideOfAGroup) {
   Ranks ranks(Environment{{"FASTSYNC_FAKE_NCCL_PEER_LOSS", "hang"}});
   ranks.add_all(2, [&](Rank& rank) {

@@ -65,8 +65,7 @@ Communicator::Options make_options(const Device& device, const ncclConfig_t& con
 Communicator::Join join_as(const std::shared_ptr<Communicator>& communicator, Member member, ncclUniqueId unique_id) {
   // The thread ends before its communicator does.
   Communicator* self = communicator.get();
-  return [self, member, unique_id](Mesh* mesh, ncclUniqueId* id, std::string* why) {
-    *id = unique_id;
+  return [self, member, unique_id](Mesh* mesh, ncclUniqueId*, std::string* why) {
     return join_rendezvous(unique_id, member, self->wake_fd(), mesh, why);
   };
 }
@@ -83,25 +82,26 @@ Member describe_self(const Communicator& communicator, int rank, int nranks) {
 
 // Success: `*operation` is complete but for its place in a group.
 ncclResult_t check(const Call& call, const Communicator& communicator, Operation* operation) {
+  const std::shared_ptr<const Mesh> mesh = communicator.mesh();
   if (communicator.revoked()) {
     return failed(ncclInvalidUsage, std::string(call.symbol) + ": the communicator was revoked");
   }
   const ncclResult_t ready = communicator.ready();
   if (ready != ncclSuccess) return ready;
+  if (mesh == nullptr) return unknown(call.symbol);  // another thread has just closed it
   const auto invalid = [&](const std::string& what) {
     return failed(ncclInvalidArgument, std::string(call.symbol) + ": " + what);
   };
   const std::uint64_t size = size_of(call.dtype);
   if (size == 0) return invalid("unknown type " + std::to_string(call.dtype));
-  const auto nranks = static_cast<std::uint64_t>(communicator.mesh()->nranks);
+  const auto nranks = static_cast<std::uint64_t>(mesh->nranks);
   if (call.count > std::numeric_limits<std::int64_t>::max() / size / nranks) {
     return invalid("the count " + std::to_string(call.count) + " is absurd");
   }
   if (call.peer < 0 || static_cast<std::uint64_t>(call.peer) >= nranks) {
     return invalid("rank " + std::to_string(call.peer) + " of " + std::to_string(nranks));
   }
-  const bool reads =
-      call.kind != Kind::kReceive && (call.kind != Kind::kBroadcast || call.peer == communicator.mesh()->rank);
+  const bool reads = call.kind != Kind::kReceive && (call.kind != Kind::kBroadcast || call.peer == mesh->rank);
   if (call.count > 0 && ((reads && call.source == nullptr) || (call.kind != Kind::kSend && call.target == nullptr))) {
     return invalid("a buffer is null");
   }
@@ -135,17 +135,12 @@ ncclResult_t check(const Call& call, const Communicator& communicator, Operation
 
 ncclResult_t init_rank(ncclComm_t* out, int nranks, const ncclUniqueId& id, int rank, const ncclConfig_t* config,
                        const fake::Fault& fault) {
-  Group& group = Group::of_thread();
-  group.start();
-  const auto refuse = [&](ncclResult_t result, std::string text) {
-    group.note(failed(result, std::move(text)));
-    (void)group.end();
-    return result;
-  };
+  GroupOfOne group;
+  const auto refuse = [&](ncclResult_t result, std::string text) { return group.end(failed(result, std::move(text))); };
   std::string why;
   ncclConfig_t read;
   if (out == nullptr) return refuse(ncclInvalidArgument, "ncclCommInitRank: the pointer for the communicator is null");
-  *out = nullptr;
+  __atomic_store_n(out, nullptr, __ATOMIC_RELEASE);
   if (nranks < 1 || rank < 0 || rank >= nranks) {
     return refuse(ncclInvalidArgument, "invalid rank " + std::to_string(rank) + " of " + std::to_string(nranks));
   }
@@ -157,11 +152,13 @@ ncclResult_t init_rank(ncclComm_t* out, int nranks, const ncclUniqueId& id, int 
   Device device;
   if (!current_device(&device, &why)) return refuse(ncclInvalidUsage, why);
 
-  auto communicator = std::make_shared<Communicator>(make_options(device, read, true, fault));
-  *out = publish(communicator);
+  Communicator::Options options = make_options(device, read, true, fault);
+  options.id = id;
+  auto communicator = std::make_shared<Communicator>(std::move(options));
+  __atomic_store_n(out, publish(communicator), __ATOMIC_RELEASE);  // before it has joined: another thread may abort it
   communicator->start(join_as(communicator, describe_self(*communicator, rank, nranks), id));
-  group.add_joining(communicator, out);
-  const ncclResult_t ended = group.end();
+  Group::of_thread().add_joining(communicator, out);
+  const ncclResult_t ended = group.end(ncclSuccess);
   // The state may be anything by now: it is asked for, as NCCL does.
   return ended == ncclInProgress && !communicator->blocking() ? communicator->state() : ended;
 }
@@ -175,7 +172,7 @@ ncclResult_t make_child(const std::shared_ptr<Communicator>& parent, std::vector
   auto child = std::make_shared<Communicator>(make_options(parent->device(), read, parent->blocking(), fault));
   const std::uint64_t number = parent->next_child();
   const std::shared_ptr<const Mesh> mesh = parent->mesh();
-  *out = nullptr;
+  __atomic_store_n(out, nullptr, __ATOMIC_RELEASE);
 
   Communicator* self = child.get();
   Communicator::Join join = [self, parent, mesh, number, color, key, members = std::move(taking_part)](
@@ -188,7 +185,8 @@ ncclResult_t make_child(const std::shared_ptr<Communicator>& parent, std::vector
     return join_rendezvous(place.id, describe_self(*self, place.rank, place.nranks), self->wake_fd(), joined, reason);
   };
 
-  parent->keep_child(child);  // so that aborting the parent ends it
+  // So that aborting the parent ends it.
+  if (mesh == nullptr || !parent->keep_child(child)) return unknown("a communicator's parent");
   if (parent->blocking()) {
     child->start(std::move(join));
     const ncclResult_t result = child->wait_joined();
@@ -210,22 +208,16 @@ ncclResult_t make_child(const std::shared_ptr<Communicator>& parent, std::vector
 }
 
 ncclResult_t enqueue(const Call& call, ncclComm_t handle) {
-  Group& group = Group::of_thread();
+  GroupOfOne group;
   const std::shared_ptr<Communicator> communicator = find(handle);
-  if (communicator == nullptr) return group.note(unknown(call.symbol));
-  group.start();
+  if (communicator == nullptr) return group.end(unknown(call.symbol));
   Operation operation;
-  ncclResult_t result = check(call, *communicator, &operation);
+  const ncclResult_t checked = check(call, *communicator, &operation);
   const bool empty = call.count == 0 && (call.kind == Kind::kBroadcast || call.kind == Kind::kAllGather);
-  if (result != ncclSuccess) {
-    (void)group.note(result);
-    // A refused call spoils a communicator without blocking for good, as with NCCL.
-    if (!communicator->blocking()) communicator->set_state(result);
-  } else if (!empty) {
-    group.add(communicator, operation);
-  }
-  const ncclResult_t ended = group.end();
-  if (result == ncclSuccess) result = ended;
+  // A refused call spoils a communicator without blocking for good, as with NCCL.
+  if (checked != ncclSuccess && !communicator->blocking()) communicator->set_state(checked);
+  if (checked == ncclSuccess && !empty) Group::of_thread().add(communicator, operation);
+  const ncclResult_t result = group.end(checked);
   return communicator->blocking() || result != ncclSuccess ? result : communicator->state();
 }
 

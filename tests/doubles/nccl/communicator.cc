@@ -23,17 +23,23 @@ const CudaDouble& driver() {
   return *cuda(&ignored);  // there is a communicator, hence there is a driver
 }
 
+ncclResult_t closed_meanwhile() {
+  return failed(ncclInvalidArgument, "the communicator was destroyed or aborted by another thread meanwhile");
+}
+
 bool is_error(ncclResult_t state) { return state != ncclSuccess && state != ncclInProgress; }
 
 }  // namespace
 
-Communicator::Communicator(Options options) : options_(options), wake_(make_event()) {
+Communicator::Communicator(Options options) : options_(options), wake_(make_event()), id_(options.id) {
   journal().live("communicator", 1);
 }
 
 Communicator::~Communicator() { journal().live("communicator", -1); }
 
 void Communicator::start(Join join, Joined joined) {
+  const std::scoped_lock closing(close_mutex_);
+  if (closed_) return;  // somebody who knew it already was quicker
   service_ = std::thread([this, join = std::move(join), joined = std::move(joined)] {
     ::pthread_setname_np(::pthread_self(), "fake-nccl");
     serve(join, joined);
@@ -67,7 +73,7 @@ ncclResult_t Communicator::join_by(const Join& join, std::string* why) {
     default: break;
   }
   Mesh mesh;
-  ncclUniqueId id{};
+  ncclUniqueId id = options_.id;
   const ncclResult_t result = join(&mesh, &id, why);
   const std::scoped_lock lock(mutex_);
   id_ = id;
@@ -227,6 +233,7 @@ ncclResult_t Communicator::launch(std::vector<Operation> operations) {
   bool defer = false;
   {
     const std::scoped_lock lock(mutex_);
+    if (stop_) return closed_meanwhile();
     ticket = next_ticket_++;
     defer = needs_connection(operations);
     if (defer && !is_error(state_)) state_ = ncclInProgress;
@@ -244,8 +251,7 @@ ncclResult_t Communicator::launch(std::vector<Operation> operations) {
   }
   CUcontext context = nullptr;
   (void)driver().get_context(&context);
-  const std::scoped_lock lock(mutex_);
-  jobs_.emplace_back([self, work = std::move(work), context] {
+  std::function<void()> job = [self, work = std::move(work), context] {
     (void)driver().set_context(context);
     const CUresult result = work->enqueue("nccl");
     (void)driver().set_context(nullptr);
@@ -254,9 +260,16 @@ ncclResult_t Communicator::launch(std::vector<Operation> operations) {
     } else {
       self->set_state(ncclUnhandledCudaError, "the stream refused the operation: CUDA error " + std::to_string(result));
     }
-  });
-  signal_event(wake_.get());
-  return ncclInProgress;
+  };
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!stop_) {
+      jobs_.push_back(std::move(job));
+      signal_event(wake_.get());
+      return ncclInProgress;
+    }
+  }
+  return closed_meanwhile();
 }
 
 void Communicator::retire(std::uint64_t ticket) {
@@ -445,9 +458,11 @@ bool Communicator::remove_registration(void* handle) {
   return true;
 }
 
-void Communicator::keep_child(std::shared_ptr<Communicator> child) {
+bool Communicator::keep_child(std::shared_ptr<Communicator> child) {
   const std::scoped_lock lock(mutex_);
+  if (stop_) return false;
   pending_children_.push_back(std::move(child));
+  return true;
 }
 
 void Communicator::release_child(const Communicator* child) {

@@ -53,8 +53,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     bool blocking = true;
     Settings settings;
     fake::Fault fault;  // of the call that makes it
+    ncclUniqueId id{};  // where it joins, if that is known; closed in the end
   };
-  // Runs on the service thread. ncclInProgress: it was aborted. `id`: what to close in the end, if anything.
+  // Runs on the service thread. ncclInProgress: it was aborted. `id`: where it joined, if that was not known before.
   using Join = std::function<ncclResult_t(Mesh* mesh, ncclUniqueId* id, std::string* why)>;
   // Runs on the service thread when it has joined, or failed to.
   using Joined = std::function<void(ncclResult_t)>;
@@ -100,9 +101,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   [[nodiscard]] void* add_registration();
   [[nodiscard]] bool remove_registration(void* handle);
 
-  // A split or shrink that is on its way: closed with this one, unless it was released before.
+  // A split or shrink that is on its way: closed with this one, unless it was released before. False: this one is closed.
   [[nodiscard]] std::uint64_t next_child() noexcept { return ++children_; }
-  void keep_child(std::shared_ptr<Communicator> child);
+  [[nodiscard]] bool keep_child(std::shared_ptr<Communicator> child);
   void release_child(const Communicator* child);
 
  private:
@@ -140,7 +141,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool finalize_called_ = false;
   bool said_bye_ = false;
   bool finalized_ = false;
-  ncclUniqueId id_{};
+  ncclUniqueId id_;
   std::shared_ptr<const Mesh> mesh_;
   std::unique_ptr<Exchange> exchange_;
   std::vector<char> gone_;  // by peer: it said bye, or its connection ended

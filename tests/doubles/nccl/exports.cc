@@ -110,7 +110,9 @@ ncclResult_t get_fact(const char* symbol, ncclComm_t comm, int* out, const Get& 
     if (communicator == nullptr) return unknown(symbol);
     if (out == nullptr) return failed(ncclInvalidArgument, std::string(symbol) + ": the pointer is null");
     if (const ncclResult_t ready = communicator->ready(); ready != ncclSuccess) return ready;
-    *out = get(*communicator);
+    const std::shared_ptr<const Mesh> mesh = communicator->mesh();
+    if (mesh == nullptr) return unknown(symbol);  // another thread has just closed it
+    *out = get(*communicator, *mesh);
     return ncclSuccess;
   });
 }
@@ -118,13 +120,14 @@ ncclResult_t get_fact(const char* symbol, ncclComm_t comm, int* out, const Get& 
 }  // namespace
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  return get_fact("ncclCommCount", comm, count, [](const Communicator& c) { return c.mesh()->nranks; });
+  return get_fact("ncclCommCount", comm, count, [](const Communicator&, const Mesh& mesh) { return mesh.nranks; });
 }
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
-  return get_fact("ncclCommCuDevice", comm, device, [](const Communicator& c) { return c.device().ordinal; });
+  return get_fact("ncclCommCuDevice", comm, device,
+                  [](const Communicator& c, const Mesh&) { return c.device().ordinal; });
 }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  return get_fact("ncclCommUserRank", comm, rank, [](const Communicator& c) { return c.mesh()->rank; });
+  return get_fact("ncclCommUserRank", comm, rank, [](const Communicator&, const Mesh& mesh) { return mesh.rank; });
 }
 
 const char* ncclGetErrorString(ncclResult_t result) {
@@ -196,8 +199,10 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* out,
     if (parent == nullptr) return unknown("ncclCommSplit");
     if (out == nullptr) return failed(ncclInvalidArgument, "ncclCommSplit: the pointer for the communicator is null");
     if (const ncclResult_t ready = parent->ready(); ready != ncclSuccess) return ready;
+    const std::shared_ptr<const Mesh> mesh = parent->mesh();
+    if (mesh == nullptr) return unknown("ncclCommSplit");
     std::vector<int> everybody;
-    for (int rank = 0; rank < parent->mesh()->nranks; ++rank) everybody.push_back(rank);
+    for (int rank = 0; rank < mesh->nranks; ++rank) everybody.push_back(rank);
     return make_child(parent, std::move(everybody), color, key, out, config, fault);
   });
 }
@@ -217,6 +222,7 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excluded, int count, ncclComm_
     }
     if (const ncclResult_t ready = parent->ready(); ready != ncclSuccess) return ready;
     const std::shared_ptr<const Mesh> mesh = parent->mesh();
+    if (mesh == nullptr) return unknown("ncclCommShrink");
     std::vector<int> rest;
     for (int rank = 0; rank < mesh->nranks; ++rank) {
       bool stays = true;

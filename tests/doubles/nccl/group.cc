@@ -36,7 +36,9 @@ ncclResult_t Group::check(const std::vector<Member>& members, const std::vector<
     return failed(ncclInvalidArgument, "blocking and nonblocking communicators in one group");
   }
   for (const Member& member : members) {
-    const int rank = member.communicator->mesh()->rank;
+    const std::shared_ptr<const Mesh> mesh = member.communicator->mesh();
+    if (mesh == nullptr) return failed(ncclInvalidArgument, "a communicator of the group was closed meanwhile");
+    const int rank = mesh->rank;
     const auto to_itself = [&](Kind kind) {
       return std::ranges::count_if(member.operations, [&](const Operation& operation) {
         return operation.kind == kind && operation.peer == rank;
@@ -53,7 +55,7 @@ void Group::give_up(const std::vector<Joining>& joining) {
   for (const Joining& one : joining) {
     one.communicator->close(true);
     withdraw(*one.out);
-    *one.out = nullptr;
+    __atomic_store_n(one.out, nullptr, __ATOMIC_RELEASE);
   }
 }
 
@@ -90,6 +92,13 @@ ncclResult_t Group::end() {
     result = ncclInProgress;
   }
   return result;
+}
+
+ncclResult_t GroupOfOne::end(ncclResult_t result) {
+  open_ = false;
+  (void)Group::of_thread().note(result);
+  const ncclResult_t ended = Group::of_thread().end();
+  return result == ncclSuccess ? ended : result;
 }
 
 }  // namespace fastsync::fake_nccl

@@ -47,4 +47,20 @@ class Group {
   std::vector<Joining> joining_;
 };
 
+// The group of a call that may stand outside of one. Ends with the scope, also where something was thrown.
+class GroupOfOne {
+ public:
+  GroupOfOne() noexcept { Group::of_thread().start(); }
+  ~GroupOfOne() {
+    if (open_) (void)end(ncclSystemError);
+  }
+  GroupOfOne(const GroupOfOne&) = delete;
+  GroupOfOne& operator=(const GroupOfOne&) = delete;
+  // With how the call went so far. Returns how it went with the group, if the group ended here.
+  ncclResult_t end(ncclResult_t result);
+
+ private:
+  bool open_ = true;
+};
+
 }  // namespace fastsync::fake_nccl

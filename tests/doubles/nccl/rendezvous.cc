@@ -96,7 +96,11 @@ std::string mismatch(const std::vector<Guest>& ranks) {
   return {};
 }
 
-// One unique id. Its thread ends when all ranks were answered, or when nobody waits and nobody will.
+class Server;
+void forget(const Server* server);
+
+// One unique id. Its thread ends when all ranks were answered, or when nobody waits and nobody will. It is joined by
+// whoever closes the id; where ranks still waited then, it is the thread that forgets the server, in the end.
 class Server {
  public:
   explicit Server(OwnedFd listener) : listener_(std::move(listener)), wake_(make_event()) {
@@ -104,39 +108,59 @@ class Server {
     thread_ = std::thread([this] {
       ::pthread_setname_np(::pthread_self(), "fake-nccl-root");
       serve();
-      const std::scoped_lock lock(mutex_);
-      finished_ = true;
-      changed_.notify_all();
+      if (finish()) forget(this);  // the last that is done with `this`
     });
   }
   ~Server() {  // of a finished one
-    thread_.join();
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
     journal().live("rendezvous", -1);
   }
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
+  // Somebody has to join it.
   [[nodiscard]] bool finished() const {
     const std::scoped_lock lock(mutex_);
-    return finished_;
+    return finished_ && !forgets_itself_;
   }
-  // Ends when no rank waits here. True: that was at once.
+  // Ends when no rank waits here. True: that was at once, and somebody has to join it.
   [[nodiscard]] bool abandon() {
     std::unique_lock lock(mutex_);
+    if (forgets_itself_) return false;
     abandoned_ = true;
+    watched_ = true;
     looked_ = false;
     signal_event(wake_.get());
     changed_.wait(lock, [this] { return finished_ || looked_; });
+    watched_ = false;
     return finished_;
   }
 
  private:
+  // True: nobody will join the thread.
+  [[nodiscard]] bool finish() {
+    const std::scoped_lock lock(mutex_);
+    finished_ = true;
+    forgets_itself_ = abandoned_ && !watched_;
+    changed_.notify_all();
+    return forgets_itself_;
+  }
+
   void serve() {
+    bool asked = false;  // by abandon(): it wants to know who is left once everything that has happened was seen
     for (;;) {
       std::vector<pollfd> waiting{{wake_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
       for (const Guest& guest : guests_) waiting.push_back({guest.socket.get(), POLLIN, 0});
-      if (::poll(waiting.data(), waiting.size(), -1) < 0) continue;  // EINTR
-      drain_event(wake_.get());
+      const int ready = ::poll(waiting.data(), waiting.size(), asked ? 0 : -1);
+      if (ready < 0) continue;  // EINTR
+      if (waiting[0].revents != 0) {
+        drain_event(wake_.get());
+        asked = true;
+      }
       // Backwards, because a guest that has left is erased.
       for (std::size_t i = guests_.size(); i-- > 0;) {
         if (waiting[i + 2].revents == 0) continue;
@@ -152,7 +176,9 @@ class Server {
       }
       if (answered()) break;
       const std::scoped_lock lock(mutex_);
-      if (abandoned_ && guests_.empty()) break;
+      if (abandoned_ && guests_.empty() && waiting[1].revents == 0) break;
+      if (!asked || ready > 0) continue;
+      asked = false;
       looked_ = true;
       changed_.notify_all();
     }
@@ -235,6 +261,8 @@ class Server {
   bool abandoned_ = false;
   bool looked_ = false;  // at its guests, since it was abandoned
   bool finished_ = false;
+  bool watched_ = false;  // somebody is in abandon()
+  bool forgets_itself_ = false;
   std::thread thread_;
 };
 
@@ -247,6 +275,12 @@ struct Servers {
 Servers& servers() {
   static auto* all = new Servers();
   return *all;
+}
+
+void forget(const Server* server) {
+  Servers& all = servers();
+  const std::scoped_lock lock(all.mutex);
+  std::erase_if(all.by_name, [&](const auto& one) { return one.second.get() == server; });
 }
 
 std::string name_of(const ncclUniqueId& id) {
