@@ -20,6 +20,7 @@ import json
 import math
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -267,6 +268,9 @@ class _Staging:
         self.nbytes, self.address, self.event = nbytes, address.value or 0, event.value
 
 
+_last_entered: dict[int, DoubleMachine] = {}  # by thread
+
+
 class DoubleMachine:
     """One device of the double, made current on the thread that asks. Calls of the tests' own are counted with the rest."""
 
@@ -285,9 +289,12 @@ class DoubleMachine:
         self.stream = self.new_stream()
 
     def enter(self) -> None:
+        _last_entered[threading.get_ident()] = self
         self.call("cuCtxSetCurrent", self._context)
 
     def call(self, name: str, *arguments: Any) -> None:
+        if self._context and _last_entered.get(threading.get_ident()) is not self:
+            self.enter()  # a test may work on two devices
         code = getattr(self._library, name)(*arguments)
         if code != 0:
             raise CudaFailed(name, code)

@@ -170,6 +170,7 @@ class Party:
 
     def sync(self, sync: fastsync.WeightSync, step: int, version: int | None = None) -> fastsync.SyncReport:
         """One sync of the values of `step`; everything that arrived is compared."""
+        self.machine.enter()  # loaders are given tensors on the thread's current device
         if self.is_source:
             self.mine.fill(step)
             arguments = self.mine.arguments()
