@@ -218,6 +218,10 @@ std::vector<std::vector<std::byte>> encode_lists(const ReadyLists& lists) {
   PayloadWriter w;
   const auto add = [&](std::uint8_t which, const std::vector<std::string>& names) {
     for (const auto& name : names) {
+      if (name.size() > kMaxNameBytes) {
+        throw InvalidArgument(concat("a tensor name of ", name.size(), " bytes is longer than ", kMaxNameBytes, ": '",
+                                     shown_name(name), "'"));
+      }
       if (w.size() + name.size() + 5 > kManifestChunkBytes) out.push_back(w.take());
       w.u8(which);
       w.text(name);
@@ -233,7 +237,7 @@ void decode_lists(std::span<const std::byte> bytes, ReadyLists& append_to) {
   while (r.left() > 0) {
     const auto which = r.u8();
     if (which > 1) throw CommError("control frame: unknown list");
-    (which == 0 ? append_to.missing : append_to.unexpected).push_back(r.text(kManifestChunkBytes));
+    (which == 0 ? append_to.missing : append_to.unexpected).push_back(r.text(kMaxNameBytes));
   }
 }
 

@@ -71,6 +71,10 @@ Link::Link(OwnedFd socket) : socket_(std::move(socket)) {
   }
 }
 
+void Link::end_sending() noexcept {
+  if (socket_) ::shutdown(socket_.get(), SHUT_WR);
+}
+
 void Link::close() noexcept {
   out_.clear();
   in_descriptors_.clear();

@@ -65,6 +65,8 @@ class Link {
   [[nodiscard]] bool is_unix() const noexcept { return unix_; }
   [[nodiscard]] int fd() const noexcept { return socket_.get(); }
   [[nodiscard]] int pidfd() const noexcept { return pidfd_.get(); }
+  // The other end sees this as the connection's end, even while a duplicate of our descriptor is still open.
+  void end_sending() noexcept;
   void close() noexcept;
 
  private:

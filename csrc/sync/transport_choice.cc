@@ -58,7 +58,10 @@ namespace {
                       source.nccl_version, ": all ranks must load one version (FASTSYNC_NCCL_PATH names a file)");
       }
       const auto [at, fresh] = seen.emplace(r.host + "/" + r.device_id, r.rank);
-      if (!fresh) return concat("ranks ", at->second, " and ", r.rank, " share a device, which NCCL refuses");
+      if (!fresh && !source.shares_device) {
+        return concat("ranks ", at->second, " and ", r.rank,
+                      " share a device, which NCCL refuses (from 2.30.3 on NCCL_MULTI_RANK_GPU_ENABLE=1 allows it)");
+      }
     }
     return {};
   }
@@ -86,7 +89,8 @@ TransportChoice choose_transport(const RankPlace& source, std::span<const RankPl
     return std::find(candidates.begin(), candidates.end(), name) != candidates.end();
   };
   if (named != "auto") {
-    if (!has(named)) {
+    // A source without device tensors offers no device transports: what speaks against them is that.
+    if (!has(named) && (!source.device_id.empty() || against(named, source, receivers).empty())) {
       throw CommError(concat("transport '", named, "', asked for by rank ", named_by, ", is unavailable on rank ",
                              source.rank, "; fastsync.transports() says why"));
     }

@@ -288,7 +288,9 @@ void WeightReceiver::tick() {
 
 void WeightReceiver::throw_if_over() {
   throw_if_failed();
-  if (comm_) comm_->poll();
+  // Only while it carries this sync: before that the source may have given it up already, and after the last bucket
+  // nothing that becomes of it matters.
+  if (comm_ && phase_ == std::string_view("buckets")) comm_->poll();
   if (source_closed_) {
     if (began_) {
       throw PeerFailedError(concat("rank ", identity_.source, " (the source) closed its session during the sync"),
@@ -502,9 +504,8 @@ void WeightReceiver::ready() {
   }
   std::vector<std::byte> answer;
   if (has_data && transport == "ipc") {
-    const bool fresh = !comm_ || comm_->name() != "ipc" || comm_generation_ != begin_.comm_generation;
     attach_shared();
-    if (fresh) answer = encode_events(static_cast<IpcCommunicator&>(*comm_).reader_events());
+    answer = encode_events(static_cast<IpcCommunicator&>(*comm_).reader_events());
   }
   link_->send(FrameType::kReady, sync_, 0, answer);
   wait_until("report that every rank is ready", [this] { return go_; });
@@ -862,6 +863,7 @@ void WeightReceiver::close(bool exiting) noexcept {
   }
   const OwnedFd source = link_ && !link_->gone() ? OwnedFd::duplicate(link_->fd()) : OwnedFd();
   drop_data_plane();  // before the connection: its end tells the source that we have its memory open no more
+  if (link_) link_->end_sending();
   for (auto& ring : retired_) IpcCommunicator::keep_for(std::move(ring), {&source, 1});
   retired_.clear();
   link_.reset();

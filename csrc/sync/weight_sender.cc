@@ -231,7 +231,7 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
       return;
     case FrameType::kDone:
       if (!current) return;
-      decode_lists(frame.payload, lists_);
+      decode_lists(frame.payload, peer.lists);
       if (frame.aux != 0) peer.done = true;
       return;
     case FrameType::kStall:
@@ -297,7 +297,9 @@ void WeightSender::tick() {
   if (hook_) hook_();
   pump();
   throw_if_failed();
-  if (comm_) comm_->poll();
+  // Only while it carries this sync: before that it may be one that the receivers have given up already.
+  const bool in_use = phase_ == std::string_view("buckets") || (phase_ == std::string_view("commit") && next_bucket_ > 0);
+  if (comm_ && in_use) comm_->poll();
   if (comm_ && phase_ == std::string_view("buckets") && last_tick_ - waiting_since_ > stall_period(timeout_)) {
     const int rank = slowest();
     if (rank >= 0) stall(rank);
@@ -396,7 +398,6 @@ void WeightSender::open(std::chrono::nanoseconds timeout, Hook hook) {
   failure_.reset();
   phase_ = "join";
   phases_ = {};
-  lists_ = {};
   runtime_.reset();
   caller_stream_ = nullptr;
   device_began_ = false;
@@ -406,6 +407,7 @@ void WeightSender::open(std::chrono::nanoseconds timeout, Hook hook) {
     peer.joined = peer.ready = peer.done = peer.parked = false;
     peer.released = 0;
     peer.ready_data.clear();
+    peer.lists = {};
     peer.heard = Clock::now();
   }
   waiting_since_ = last_stall_ = Clock::now();
@@ -426,6 +428,7 @@ std::string WeightSender::join(const std::string& asked, const std::vector<std::
   if (runtime_) {
     here.device_id = runtime_->device_id();
     here.nccl_version = NcclCommunicator::version();
+    here.shares_device = NcclCommunicator::ranks_may_share_device();
   }
   std::vector<RankPlace> there;
   for (const auto& [rank, peer] : peers_) {
@@ -443,7 +446,8 @@ void WeightSender::use_device(std::shared_ptr<DeviceRuntime> runtime, void* stre
 }
 
 namespace {
-// Each name once: unexpected ones in the order in which they were sent, missing ones in the receivers' order.
+// Each name once: unexpected ones in the order in which they were sent, missing ones in the receivers' order, one
+// receiver after the other.
 ReadyLists tidy(ReadyLists lists, const Manifest* manifest) {
   const auto unique = [](std::vector<std::string>& names) {
     std::unordered_set<std::string> seen;
@@ -478,7 +482,13 @@ ReadyLists WeightSender::commit() {
   hook_ = nullptr;
   slot_.reset();
   planner_.reset();
-  return tidy(std::move(lists_), plan_ ? &plan_->manifest : nullptr);
+  ReadyLists lists;
+  for (auto& [rank, peer] : peers_) {  // by rank, whoever answered first
+    std::move(peer.lists.missing.begin(), peer.lists.missing.end(), std::back_inserter(lists.missing));
+    std::move(peer.lists.unexpected.begin(), peer.lists.unexpected.end(), std::back_inserter(lists.unexpected));
+    peer.lists = {};
+  }
+  return tidy(std::move(lists), plan_ ? &plan_->manifest : nullptr);
 }
 
 void WeightSender::send_failure(Peer& peer, const Failure& failure, std::uint64_t sync) {
@@ -550,6 +560,7 @@ void WeightSender::close(bool exiting) noexcept {
     for (auto& [rank, peer] : peers_) {
       if (!peer.link) continue;
       peer.link->send(FrameType::kBye, sync_, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
+      peer.link->end_sending();
       peer.link.reset();
     }
   } catch (...) {  // a peer that cannot be told sees the connection end

@@ -102,6 +102,7 @@ class WeightSender {
   // What the external data plane's operations write to: to be kept alive as long as they run.
   [[nodiscard]] std::shared_ptr<const Buffer> external_memory() const;
   [[nodiscard]] std::uint64_t staging_bytes() const noexcept { return comm_ ? comm_->staging_bytes() : 0; }
+  [[nodiscard]] int rank() const noexcept { return identity_.rank; }
   [[nodiscard]] const std::string& transport() const noexcept { return transport_; }
   [[nodiscard]] PlanCache& plans() noexcept { return plans_; }
   // Frees the data plane's buckets; the next sync makes new ones.
@@ -126,6 +127,8 @@ class WeightSender {
     Clock::time_point heard{};          // when it last said that it waits for data
     std::uint64_t released = 0;         // buckets it has released, where the data plane does not say
     std::vector<std::byte> ready_data;  // what came with its Ready
+    ReadyLists lists;                   // what came with its Done
+    std::uint64_t events_of = 0;        // the shared ring for which its events are known
     Join join;
     std::optional<Frame> deferred;  // a frame of its next call
   };
@@ -214,7 +217,6 @@ class WeightSender {
   PhaseSeconds phases_;
   std::uint64_t next_bucket_ = 0;
   std::uint64_t bytes_ = 0;
-  ReadyLists lists_;
 
   // streaming
   bool streaming_ = false;

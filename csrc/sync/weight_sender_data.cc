@@ -91,8 +91,10 @@ void WeightSender::connect_data_plane() {
     auto& ipc = static_cast<IpcCommunicator&>(*comm_);
     std::uint32_t index = 0;
     for (auto& [rank, peer] : peers_) {
-      if (peer.join.comm_generation != comm_generation_) {
+      // Also one that opened the ring in a sync that failed before this point.
+      if (peer.join.comm_generation != comm_generation_ || peer.events_of != comm_generation_) {
         ipc.add_reader(index, decode_events(peer.ready_data, comm_buffers_));
+        peer.events_of = comm_generation_;
       }
       ++index;
     }
@@ -461,6 +463,7 @@ std::shared_ptr<const SyncPlan> WeightSender::finish_stream() {
     entries_sent_ = count_;
     send_all(FrameType::kDeviate, count_, {});
   }
+  begin_device();  // nothing was pushed, perhaps; the last bucket goes over the device all the same
   planner_->finish();
   close_bucket(true);
   finish_device();

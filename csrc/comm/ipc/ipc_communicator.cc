@@ -196,6 +196,7 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::attach(std::shared_ptr<DeviceR
   if (made->shares_events()) {
     for (std::uint32_t i = 0; i < descriptor.buffers; ++i) {
       made->read_[0].emplace_back(runtime, runtime->create_shared_event());
+      made->exported_.push_back(runtime->export_event(made->read_[0].back().handle()));
     }
   }
   return made;
@@ -220,12 +221,6 @@ IpcDescriptor IpcCommunicator::describe() const {
   d.memory = runtime_->export_memory({memory_.data(), memory_.nbytes(), -1});
   for (const Event& event : packed_) d.packed.push_back(runtime_->export_event(event.handle()));
   return d;
-}
-
-std::vector<EventHandle> IpcCommunicator::reader_events() {
-  std::vector<EventHandle> handles;
-  for (const Event& event : read_.at(0)) handles.push_back(runtime_->export_event(event.handle()));
-  return handles;
 }
 
 void IpcCommunicator::add_reader(std::uint32_t index, const std::vector<EventHandle>& events) {

@@ -66,7 +66,7 @@ class IpcCommunicator final : public Communicator {
   [[nodiscard]] int control_fd() const noexcept { return handshake_->control_fd(); }
   [[nodiscard]] int data_fd() const noexcept { return handshake_->data_fd(); }
   // Reader: its own events, for the source; empty where the hosts order the slots.
-  [[nodiscard]] std::vector<EventHandle> reader_events();
+  [[nodiscard]] const std::vector<EventHandle>& reader_events() const noexcept { return exported_; }
   // Source: reader `index`'s events, before the first bucket. CommError if their number is wrong.
   void add_reader(std::uint32_t index, const std::vector<EventHandle>& events);
   // True where device events order the slots.
@@ -100,6 +100,7 @@ class IpcCommunicator final : public Communicator {
   StreamView stream_;
   std::vector<Event> packed_;             // a slot each: the source's, on either side
   std::vector<std::vector<Event>> read_;  // source: by reader, then slot; reader: its own in [0]
+  std::vector<EventHandle> exported_;     // reader: its events, as the source is told of them
   Event host_order_;                      // where events cannot be shared
   Buffer memory_;                         // source
   Allocation mapped_;                     // reader

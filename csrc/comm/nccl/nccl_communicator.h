@@ -43,6 +43,10 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] static std::uint32_t version() {
     return NcclLibrary::unavailable_reason() ? 0 : static_cast<std::uint32_t>(NcclLibrary::get().version());
   }
+  // Whether NCCL was told to let several ranks use one device, and is new enough to do so.
+  [[nodiscard]] static bool ranks_may_share_device() {
+    return !NcclLibrary::unavailable_reason() && NcclLibrary::get().ranks_may_share_device();
+  }
   // Collective: every rank calls it with the source's id. Waits until the communicator stands.
   [[nodiscard]] static std::shared_ptr<NcclCommunicator> create(Role role, std::shared_ptr<DeviceRuntime> runtime,
                                                                 std::uint32_t buffers, std::uint64_t bucket_bytes,

@@ -101,6 +101,11 @@ bool NcclLibrary::initialize(std::string& reason) {
   return true;
 }
 
+bool NcclLibrary::ranks_may_share_device() const noexcept {
+  const char* told = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return features_.shared_device && told != nullptr && std::strtoll(told, nullptr, 0) != 0;
+}
+
 namespace {
 
 struct ProcessLibrary {

@@ -66,6 +66,8 @@ class NcclLibrary {
 
   [[nodiscard]] const nccl::Api& api() const noexcept { return api_; }
   [[nodiscard]] const Features& features() const noexcept { return features_; }
+  // features().shared_device, and NCCL_MULTI_RANK_GPU_ENABLE is set to a number that is not 0, as NCCL reads it.
+  [[nodiscard]] bool ranks_may_share_device() const noexcept;
   [[nodiscard]] const std::string& path() const noexcept { return library_.path(); }
   // As ncclGetVersion writes it (22809), and as people do ("2.28.9"). Equal in all ranks of a communicator.
   [[nodiscard]] int version() const noexcept { return version_; }

@@ -741,6 +741,7 @@ TEST_F(BadSource, ThatSendsRandomFramesEndsTheCallAndNothingElse) {
   }
 }
 
+// Driven by hand, without a device.
 INSTANTIATE_TEST_SUITE_P(Over, Sessions, ::testing::Values("shm", "gloo"),
                          [](const auto& one) { return std::string(one.param); });
 

@@ -26,6 +26,7 @@
 #include "control/link.h"
 #include "support/bounds.h"
 #include "support/fake_broadcast.h"
+#include "support/shared_device.h"
 #include "sync/weight_receiver.h"
 #include "sync/weight_sender.h"
 
@@ -44,9 +45,9 @@ struct Weights {
   std::vector<TensorMeta> metas;
   std::vector<Bytes> data;
 
-  Weights& add(std::string name, std::uint64_t nbytes) {
+  Weights& add(const std::string& name, std::uint64_t nbytes) {
     TensorMeta meta;
-    meta.name = std::move(name);
+    meta.name = name;
     meta.dtype = "uint8";
     meta.shape = {static_cast<std::int64_t>(nbytes)};
     meta.nbytes = nbytes;
@@ -99,7 +100,7 @@ class Destinations final : public DestinationBinder {
 
   static Destinations like(const Weights& weights) {
     Destinations out;
-    for (const TensorMeta& meta : weights.metas) out.tensors[meta.name] = Bytes(meta.nbytes, std::byte{0xA5});
+    for (const TensorMeta& meta : weights.metas) out.tensors[std::string(meta.name)] = Bytes(meta.nbytes, std::byte{0xA5});
     return out;
   }
 
@@ -107,7 +108,7 @@ class Destinations final : public DestinationBinder {
     if (at_bind) at_bind(first);
     for (std::size_t i = first; i < last; ++i) {
       TensorView view;
-      const auto found = tensors.find(manifest[i].name);
+      const auto found = tensors.find(std::string(manifest[i].name));
       if (found != tensors.end()) {
         if (found->second.size() != manifest[i].nbytes) {
           throw ManifestMismatch(
@@ -118,7 +119,7 @@ class Destinations final : public DestinationBinder {
       } else if (strict) {
         throw ManifestMismatch(concat("tensor ", describe(manifest[i]), " has no destination"));
       } else {
-        lists.unexpected.push_back(manifest[i].name);
+        lists.unexpected.emplace_back(manifest[i].name);
       }
       views.push_back(view);
     }
@@ -133,7 +134,7 @@ class Destinations final : public DestinationBinder {
 
   [[nodiscard]] ::testing::AssertionResult hold(const Weights& weights) const {
     for (std::size_t i = 0; i < weights.metas.size(); ++i) {
-      const auto found = tensors.find(weights.metas[i].name);
+      const auto found = tensors.find(std::string(weights.metas[i].name));
       if (found == tensors.end()) return ::testing::AssertionFailure() << weights.metas[i].name << " is not there";
       if (found->second != weights.data[i]) return ::testing::AssertionFailure() << weights.metas[i].name << " differs";
     }
@@ -245,8 +246,14 @@ class FakeGroups {
     const std::lock_guard lock(mutex_);
     return groups_.size();
   }
+  // Where the ranks' tensors are on a device: that of the source (0) or of a receiver (from 1).
+  void use_devices(std::vector<std::unique_ptr<RankDevice>> devices) { devices_ = std::move(devices); }
+  [[nodiscard]] RankDevice* device(int rank) {
+    return devices_.empty() ? nullptr : devices_.at(static_cast<std::size_t>(rank)).get();
+  }
 
  private:
+  std::vector<std::unique_ptr<RankDevice>> devices_;
   int receivers_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<const Buffer>> memory_;
@@ -279,6 +286,9 @@ inline Outcome run_source(WeightSender& sender, const std::string& transport, Fa
                           const SourceCall& call) {
   return run_call(sender, kSource, [&](Outcome& out) {
     sender.open(call.timeout, call.hook);
+    RankDevice* const device = groups->device(0);
+    void* const stream = device == nullptr ? nullptr : device->caller.view().handle();
+    if (device != nullptr) sender.use_device(device->runtime, stream);
     try {
       call.at(Step::kOpened, 0);
     } catch (...) {
@@ -299,7 +309,7 @@ inline Outcome run_source(WeightSender& sender, const std::string& transport, Fa
     const std::vector<TensorView> views = call.weights->views();
     if (call.streaming) {
       for (std::size_t i = 0; i < views.size(); ++i) {
-        sender.push(call.weights->metas[i], views[i]);
+        sender.push(call.weights->metas[i], views[i], stream);
         call.at(Step::kBucket, i);
       }
       const auto turned_out = sender.finish_stream();
@@ -321,9 +331,9 @@ inline void take_by_bucket(WeightReceiver& receiver, Destinations& into, const A
     const Manifest& manifest = receiver.manifest();
     for (const WeightReceiver::Piece& piece : bucket->pieces) {
       const TensorMeta& meta = manifest[piece.fragment.tensor];
-      Bytes& bytes = into.tensors.at(meta.name);
+      Bytes& bytes = into.tensors.at(std::string(meta.name));
       if (piece.fragment.tensor_offset + piece.fragment.nbytes > bytes.size())
-        throw UserError(meta.name + " is too large");
+        throw UserError(concat(meta.name, " is too large"));
       std::memcpy(bytes.data() + piece.fragment.tensor_offset, bucket->data + piece.fragment.bucket_offset,
                   piece.fragment.nbytes);
     }
@@ -336,6 +346,10 @@ inline void take_by_bucket(WeightReceiver& receiver, Destinations& into, const A
 inline Outcome run_receiver(WeightReceiver& receiver, int index, FakeGroups* groups, const ReceiverCall& call) {
   return run_call(receiver, receiver_rank(index), [&](Outcome& out) {
     receiver.open(call.timeout, call.hook);
+    if (RankDevice* const device = groups->device(index + 1)) {
+      receiver.use_device(device->runtime, device->caller.view().handle(), call.pull);
+      receiver.verify_first(call.pull);
+    }
     try {
       call.at(Step::kOpened, 0);
     } catch (...) {
@@ -409,6 +423,13 @@ class Group {
  public:
   Group(std::string transport, int receivers, bool connected = true)
       : transport_(std::move(transport)), size_(receivers), groups_(receivers) {
+    if (transport_ == "ipc") {
+      std::vector<std::unique_ptr<RankDevice>> devices;
+      for (int i = 0; i <= receivers; ++i) {
+        devices.push_back(std::make_unique<RankDevice>(SharedDevice::create(static_cast<std::uint64_t>(i))));
+      }
+      groups_.use_devices(std::move(devices));
+    }
     reopen_source();
     for (int i = 0; i < receivers; ++i) {
       receivers_.push_back(std::make_unique<WeightReceiver>(identity_of(receiver_rank(i), receivers)));

@@ -235,6 +235,7 @@ TEST_P(Sync, MixesPlansAndGeneratorsOfOneManifest) {
 
 // A generator may be read while the item before it still travels; whoever refills one buffer must not be seen.
 TEST_P(Sync, IsDoneWithAnItemWhenItAsksForTheNext) {
+  if (GetParam() == std::string_view("ipc")) GTEST_SKIP() << "on a device its stream orders the refill: device_test.cc";
   Group group(GetParam(), 1);
   Weights weights = some_weights(1);
   Weights sent = weights;
@@ -379,8 +380,8 @@ TEST_P(Sync, DoesNotGrowOverManySyncs) {
   Group group(GetParam(), 2);
   Weights weights = some_weights(1);
   const auto plan = weights.plan(1024);
-  const bool shm = GetParam() == std::string_view("shm");
-  const std::uint64_t rounds = (shm ? 1000 : 200) / (FASTSYNC_SANITIZED != 0 ? 5 : 1);
+  const bool gloo = GetParam() == std::string_view("gloo");
+  const std::uint64_t rounds = (GetParam() == std::string_view("shm") ? 1000 : 200) / (FASTSYNC_SANITIZED != 0 ? 5 : 1);
   int before = 0;
   for (std::uint64_t version = 1; version <= rounds; ++version) {
     SourceCall call{.weights = &weights, .plan = plan};
@@ -389,7 +390,7 @@ TEST_P(Sync, DoesNotGrowOverManySyncs) {
     if (version == 3) before = open_descriptors();
   }
   EXPECT_EQ(open_descriptors(), before);
-  if (!shm) {
+  if (gloo) {
     EXPECT_EQ(group.groups().made(), 1U);
   }
 }
@@ -418,7 +419,7 @@ TEST_P(Sync, DoesNotGrowOverManyFailures) {
   group.sync_again();
 }
 
-INSTANTIATE_TEST_SUITE_P(Over, Sync, ::testing::Values("shm", "gloo"),
+INSTANTIATE_TEST_SUITE_P(Over, Sync, ::testing::Values("shm", "gloo", "ipc"),
                          [](const auto& one) { return std::string(one.param); });
 
 }  // namespace
