@@ -75,6 +75,7 @@ inline bool comes_true(const std::function<bool()>& what, std::chrono::milliseco
 inline int running_threads() {
   int count = 0;
   DIR* folder = ::opendir("/proc/self/task");
+  if (folder == nullptr) throw std::runtime_error("no /proc");
   while (::readdir(folder) != nullptr) ++count;
   ::closedir(folder);
   return count - 2;

@@ -154,7 +154,7 @@ ncclResult_t init_rank(ncclComm_t* out, int nranks, const ncclUniqueId& id, int 
 
   Communicator::Options options = make_options(device, read, true, fault);
   options.id = id;
-  auto communicator = std::make_shared<Communicator>(std::move(options));
+  auto communicator = std::make_shared<Communicator>(options);
   __atomic_store_n(out, publish(communicator), __ATOMIC_RELEASE);  // before it has joined: another thread may abort it
   communicator->start(join_as(communicator, describe_self(*communicator, rank, nranks), id));
   Group::of_thread().add_joining(communicator, out);

@@ -31,7 +31,7 @@ bool is_error(ncclResult_t state) { return state != ncclSuccess && state != nccl
 
 }  // namespace
 
-Communicator::Communicator(Options options) : options_(options), wake_(make_event()), id_(options.id) {
+Communicator::Communicator(const Options& options) : options_(options), wake_(make_event()), id_(options.id) {
   journal().live("communicator", 1);
 }
 
@@ -448,7 +448,7 @@ void* Communicator::add_registration() {
   const std::scoped_lock lock(mutex_);
   registrations_.insert(++next_registration_);
   journal().live("registration", 1);
-  return reinterpret_cast<void*>(next_registration_);
+  return reinterpret_cast<void*>(next_registration_);  // NOLINT(performance-no-int-to-ptr): an opaque handle
 }
 
 bool Communicator::remove_registration(void* handle) {
@@ -533,7 +533,7 @@ ncclComm_t publish(std::shared_ptr<Communicator> communicator) {
   const std::scoped_lock lock(all.mutex);
   all.next += 16;
   all.by_value.emplace(all.next, std::move(communicator));
-  return reinterpret_cast<ncclComm_t>(all.next);
+  return reinterpret_cast<ncclComm_t>(all.next);  // NOLINT(performance-no-int-to-ptr): an opaque handle
 }
 
 std::shared_ptr<Communicator> find(ncclComm_t handle) {

@@ -60,7 +60,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Runs on the service thread when it has joined, or failed to.
   using Joined = std::function<void(ncclResult_t)>;
 
-  explicit Communicator(Options options);
+  explicit Communicator(const Options& options);
   ~Communicator();  // after close()
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;

@@ -12,10 +12,9 @@ namespace {
 
 template <typename Function>
 void find(void* library, const char* name, Function* function, std::string* missing) {
-  // memcpy: a data pointer is not a function pointer in ISO C++.
   void* symbol = ::dlsym(library, name);
   if (symbol == nullptr && missing->empty()) *missing = name;
-  std::memcpy(function, &symbol, sizeof symbol);
+  *function = reinterpret_cast<Function>(symbol);
 }
 
 struct Opened {
@@ -133,7 +132,7 @@ bool allocate_memory(std::size_t nbytes, void** pointer, std::string* why) {
     *why = std::string(what) + " returned " + std::to_string(result) + " for " + std::to_string(nbytes) + " bytes";
     return false;
   }
-  *pointer = reinterpret_cast<void*>(address);
+  *pointer = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr): CUdeviceptr is a number
   const std::scoped_lock lock(g_mutex);
   allocations()[*pointer] = size;
   return true;

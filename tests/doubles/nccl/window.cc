@@ -53,7 +53,8 @@ Channel& Window::channel(int from, int to) const noexcept {
 }
 
 std::byte* Window::chunk(int from, int to, std::uint64_t number) const noexcept {
-  const std::size_t pair = static_cast<std::size_t>(from * nranks_ + to);
+  const std::size_t pair =
+      static_cast<std::size_t>(from) * static_cast<std::size_t>(nranks_) + static_cast<std::size_t>(to);
   return base_ + chunks_offset(nranks_) + (pair * kChunks + number % kChunks) * kChunkBytes;
 }
 
