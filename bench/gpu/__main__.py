@@ -168,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in failures:
         say(f"not measured: {failure}")
     if not arguments.dry_run:
-        with open(HERE / "RESULTS.md", "a", encoding="utf-8") as file:
-            file.write("\n" + results.section(shown, facts, about, failures))
+        results.append(HERE / "RESULTS.md", results.section(shown, facts, about, failures))
     where = os.path.relpath(arguments.out)
     say(
         f"{len(shown)} figures, bytes compared, {seconds} s; in {where}"

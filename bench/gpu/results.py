@@ -1,9 +1,10 @@
-"""From rows to ratios, goals, a table and a section of RESULTS.md. Pure functions: no processes, no clocks."""
+"""From rows to ratios, goals, a table and a section of RESULTS.md. No processes, no clocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.gpu.device import DOUBLE
@@ -145,3 +146,9 @@ def section(rows: Sequence[Row], facts: dict[str, Any], about: dict[str, str], f
     if failures:
         lines += ["", "Not measured:", "", *(f"- {failure}" for failure in failures)]
     return "\n".join(lines) + "\n"
+
+
+def append(page: Path, new: str) -> None:
+    """Puts a section at the end of the page, which from then on does not say that there is none."""
+    text = page.read_text(encoding="utf-8").replace("No run on a real device yet. ", "")
+    page.write_text(f"{text.rstrip()}\n\n{new}", encoding="utf-8")

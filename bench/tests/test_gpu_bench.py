@@ -144,6 +144,16 @@ def test_a_section_names_what_a_figure_cannot_be_read_without() -> None:
     )
 
 
+def test_sections_are_added_and_the_page_no_longer_says_that_it_is_empty(tmp_path: Path) -> None:
+    page = tmp_path / "RESULTS.md"
+    page.write_bytes((ROOT / "bench/gpu/RESULTS.md").read_bytes())
+    results.append(page, "## one\n")
+    results.append(page, "## two\n")
+    text = page.read_text(encoding="utf-8")
+    assert text.endswith("\n\n## one\n\n## two\n")
+    assert "No run" not in text
+
+
 def test_slope_is_the_growth_by_one() -> None:
     assert slope([100.0, 120.0, 140.0], 10) == pytest.approx(2.0)
     assert slope([5.0, 5.0, 5.0], 10) == 0.0
