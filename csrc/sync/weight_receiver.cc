@@ -118,7 +118,7 @@ bool WeightReceiver::connect(OwnedFd socket) {
   link_ = std::move(link);
   welcomed_ = false;
   call_ = 1;
-  last_sync_ = 0;
+  last_sync_ = committed_sync_ = 0;
   unpaired_call_ = 0;
   missed_.clear();
   return true;
@@ -231,7 +231,10 @@ void WeightReceiver::handle(Frame& frame) {
       decode_sums(frame.payload, late_sums_);
       return;
     case FrameType::kCommit:
-      if (current) committed_ = true;
+      if (current) {
+        committed_ = true;
+        committed_sync_ = sync_;
+      }
       return;
     case FrameType::kFail: {
       Failure failure;

@@ -120,6 +120,9 @@ class WeightReceiver {
   [[nodiscard]] std::chrono::nanoseconds timeout() const noexcept { return timeout_; }
 
   [[nodiscard]] bool active() const noexcept { return active_; }
+  [[nodiscard]] std::uint64_t sync() const noexcept { return sync_; }
+  // The last sync that was committed; 0: none.
+  [[nodiscard]] std::uint64_t committed_sync() const noexcept { return committed_sync_; }
   [[nodiscard]] bool began() const noexcept { return began_; }
   // True once a destination byte may have been written in this sync.
   [[nodiscard]] bool wrote() const noexcept { return wrote_; }
@@ -164,6 +167,7 @@ class WeightReceiver {
 
   std::uint64_t call_ = 0;           // this rank's calls on this link
   std::uint64_t sync_ = 0;           // current (or last) sync number
+  std::uint64_t committed_sync_ = 0;
   std::uint64_t last_sync_ = 0;      // newest sync number heard of
   std::uint64_t unpaired_call_ = 0;  // the last call that failed here before it learned which sync it belonged to
   bool active_ = false;

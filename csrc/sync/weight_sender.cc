@@ -471,6 +471,7 @@ ReadyLists WeightSender::commit() {
   wait_for("verify and commit", [](const Peer& peer) { return peer.done; });
   if (comm_ && !peers_.empty() && next_bucket_ > 0) comm_->flush(*wait_);
   send_all(FrameType::kCommit, options_.version, {});
+  committed_sync_ = sync_;
   phases_.commit += seconds_since(start);
   for (auto& [rank, peer] : peers_) {
     peer.joined = false;

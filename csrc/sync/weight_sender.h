@@ -95,6 +95,8 @@ class WeightSender {
 
   [[nodiscard]] std::uint64_t sync() const noexcept { return sync_; }
   [[nodiscard]] bool active() const noexcept { return active_; }
+  // The last sync that was committed; 0: none.
+  [[nodiscard]] std::uint64_t committed_sync() const noexcept { return committed_sync_; }
   [[nodiscard]] const PhaseSeconds& phases() const noexcept { return phases_; }
   [[nodiscard]] std::uint64_t bucket_bytes() const noexcept { return bucket_bytes_; }
   [[nodiscard]] std::uint64_t buckets_sent() const noexcept { return next_bucket_; }
@@ -181,6 +183,7 @@ class WeightSender {
   std::uint64_t failed_sync_ = 0;        // its sync
 
   std::uint64_t sync_ = 0;
+  std::uint64_t committed_sync_ = 0;
   bool active_ = false;
   std::chrono::nanoseconds timeout_{};
   Hook hook_;

@@ -11,6 +11,8 @@
 namespace fastsync {
 
 namespace {
+// What a plan needs bounds its buckets; of a generator nobody knows, and the memory is taken before the first item.
+constexpr std::uint64_t kMaxStreamingBucketBytes = std::uint64_t{64} << 20;
 // How long a failed sync may take to bring the data plane to rest before it is given up and rebuilt.
 constexpr std::chrono::milliseconds kDrainPatience{500};
 
@@ -184,7 +186,8 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
   }
   begin.asked_bytes = std::max<std::uint64_t>(options.bucket_bytes, 1);
   begin.bucket_bytes =
-      streaming ? align_up(std::max<std::uint64_t>(options.bucket_bytes, 1)) : plan_->buckets.bucket_bytes;
+      streaming ? align_up(std::clamp<std::uint64_t>(options.bucket_bytes, 1, kMaxStreamingBucketBytes))
+                : plan_->buckets.bucket_bytes;
   bucket_bytes_ = begin.bucket_bytes;
   const bool has_data = !peers_.empty() && (streaming || !plan_->buckets.buckets.empty());
   if (has_data) {

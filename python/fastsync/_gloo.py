@@ -7,7 +7,6 @@ a thread keeps it, and the memory it writes to, until the operation ends (at the
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import threading
 from typing import Any
@@ -36,69 +35,31 @@ def make_group(store: Any, prefix: str, rank: int, size: int, timeout_s: float) 
 
 
 class GlooDriver:
-    """Starts and awaits broadcasts from group rank `root`; what the core's ExternalOps call.
+    """A process group as the core drives it: what to broadcast with, from group rank `root`.
 
-    `memory` is set by the core: it keeps the buckets alive as long as this object lives.
+    The core makes the calls itself (csrc/binding/process_group.h): a signal handler may raise between any two
+    instructions of Python code, and must not leave a broadcast in flight that nobody knows of.
     """
 
+    uint8 = torch.uint8
+    frombuffer = staticmethod(torch.frombuffer)
+
     def __init__(self, group: Any, root: int, timeout_s: float) -> None:
-        self.memory: object = None
-        self._group = group
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = root
-        self._options.rootTensor = 0
+        self.group = group
+        self.options = dist.BroadcastOptions()
+        self.options.rootRank = root
+        self.options.rootTensor = 0
         # Ours must fire first: Gloo's own timeout ends the whole group.
-        self._options.timeout = datetime.timedelta(seconds=min(2 * timeout_s + 5, 3.0e8))
-        self._works: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._orphans: list[tuple[Any, torch.Tensor]] = []
-        self._next = 1
+        self.options.timeout = datetime.timedelta(seconds=min(2 * timeout_s + 5, 3.0e8))
 
-    def start(self, address: int, nbytes: int) -> int:
-        """Starts a broadcast of [address, address + nbytes); returns a handle."""
-        memory = (ctypes.c_uint8 * nbytes).from_address(address)
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        try:
-            work = self._group.broadcast([tensor], self._options)
-        except RuntimeError as error:
-            raise CommError(f"gloo: cannot start a broadcast of {nbytes} bytes: {error}") from None
-        handle = self._next
-        self._next += 1
-        self._works[handle] = (work, tensor)
-        return handle
-
-    def wait(self, handle: int, milliseconds: int) -> bool:
-        """Waits at most that long; True once the broadcast is complete here. Raises CommError if it failed."""
-        work, _ = self._works[handle]
-        try:
-            # A Python-side timeout: unlike the operation's own it leaves the group as it is.
-            work.wait(datetime.timedelta(milliseconds=max(1, milliseconds)))
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            # It ended, perhaps between our timeout and the question: what it says now is its own outcome.
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise CommError(f"gloo: a broadcast failed: {error}") from None
-        return True
-
-    def drop(self, handle: int) -> None:
-        """Forgets a broadcast, complete or not."""
-        work, tensor = self._works.pop(handle)
-        if not work.is_completed():
-            self._orphans.append((work, tensor))
-
-    def __del__(self) -> None:
-        pending = [w for w in [*self._orphans, *self._works.values()] if not w[0].is_completed()]
-        if not pending:
-            return
-        keep = [self._group, pending, self.memory]
-        self._group = None
+    @staticmethod
+    def retire(group: Any, works: list[tuple[Any, torch.Tensor]], memory: object) -> None:
+        """Holds a group, its running operations and the memory they write to until the last of them has ended."""
+        keep = [group, works, memory]
         threading.Thread(target=_retire, args=(keep,), name="fastsync-retire", daemon=True).start()
 
 
 def _retire(keep: list[Any]) -> None:
-    """Holds a group until its last operation ended; then lets go of it."""
     for work, _ in keep[1]:
         try:
             work.wait()

@@ -36,6 +36,8 @@ _SIOCGIFADDR = 0x8915  # from linux/sockios.h
 _FIRST_ASK_S = 0.002
 _LAST_ASK_S = 0.1
 _PREFIX = "fastsync/1"
+# How long an exiting process waits for a thread of its own that is inside a sync.
+_EXIT_PATIENCE_S = 2.0
 
 
 def _read(path: str) -> str:
@@ -181,6 +183,8 @@ class Channel:
         self._generation = 0
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._claimed: int | None = None  # the thread that has the lock, or is about to be known to have it
+        self._inside = False  # its call will release it
         self._close_wanted = False
         self._hosts_known = False  # whether all receivers have said where they are
         self._remote = False  # one of them is on another host
@@ -193,11 +197,18 @@ class Channel:
     def acquire(self, timeout_s: float) -> None:
         """Takes the channel for one sync. StateError from inside a callback of a sync on it."""
         self.check_process()
-        if self._owner == threading.get_ident():
-            raise StateError(
-                "a sync on this group is running on this thread (this call comes from inside its loader, generator or "
-                "stream loop); finish it first"
-            )
+        me = threading.get_ident()
+        if self._claimed == me and not self._inside:
+            # An interrupt ended this thread's last call between its taking the channel and its own clean-up.
+            self._claimed = self._owner = None
+            if self._lock.locked():
+                self._lock.release()
+        for other in _channels_of(self._group()):
+            if other._owner == me:
+                raise StateError(
+                    "a sync on this group is running on this thread (this call comes from inside its loader, generator "
+                    "or stream loop); finish it first"
+                )
         deadline = Deadline(timeout_s)
         while not self._lock.acquire(timeout=max(0.0, min(0.2, deadline.left()))):
             if deadline.left() <= 0:
@@ -206,10 +217,15 @@ class Channel:
                     "one after the other",
                     self.rank,
                 )
-        self._owner = threading.get_ident()
+        self._claimed = self._owner = me
+
+    def enter(self) -> None:
+        """First thing inside the `try` whose `finally` calls release()."""
+        self._inside = True
 
     def release(self) -> None:
-        self._owner = None
+        self._inside = False
+        self._claimed = self._owner = None
         self._lock.release()
         if self._close_wanted:
             self.close()
@@ -221,7 +237,7 @@ class Channel:
 
     def adopt(self) -> None:
         """A stream's loop may be continued by another thread than began it."""
-        self._owner = threading.get_ident()
+        self._claimed = self._owner = threading.get_ident()
 
     def check_process(self) -> None:
         """StateError in a forked child: sockets and mappings are the parent's."""
@@ -412,7 +428,18 @@ class Channel:
         self.closed = True
         if os.getpid() != self.pid:
             return
-        if not exiting and not self._lock.acquire(blocking=False):
+        if exiting:
+            # A daemon thread may be inside a sync: it is asked to leave, for a moment. If it does not, the process ends
+            # with it; what is closed under it would be a crash, and the kernel tells the peers.
+            self._close_wanted = True
+            if not self._lock.acquire(timeout=_EXIT_PATIENCE_S):
+                return
+            try:
+                self._close_now(exiting)
+            finally:
+                self._lock.release()
+            return
+        if not self._lock.acquire(blocking=False):
             self._close_wanted = True
             if self._lock.acquire(blocking=False):  # it ended meanwhile, perhaps without seeing the wish
                 self._lock.release()
@@ -421,8 +448,7 @@ class Channel:
         try:
             self._close_now(exiting)
         finally:
-            if not exiting:
-                self._lock.release()
+            self._lock.release()
 
     def _close_now(self, exiting: bool) -> None:
         self._cancelled.set()
@@ -444,6 +470,11 @@ def channel_for(group: Any, ranks: list[int], rank: int, src: int) -> Channel:
     """The channel of (group, src), made or found."""
     key = (id(group), src)
     with _registry_lock:
+        if any(channel.pid != os.getpid() for channel in _channels_of(group)):
+            raise StateError(
+                "this process was forked from one that used fastsync on this process group; neither survives fork(): make "
+                "a new process group in the child (or start it with spawn)"
+            )
         channel = _channels.get(key)
         if channel is not None and not channel.closed and channel.pid == os.getpid():
             channel.users += 1
@@ -455,6 +486,13 @@ def channel_for(group: Any, ranks: list[int], rank: int, src: int) -> Channel:
             _watched.add(key)
             weakref.finalize(group, _forget, key).atexit = False
         return channel
+
+
+def _channels_of(group: Any) -> list[Channel]:
+    """All channels of one process group, whatever their source."""
+    if group is None:
+        return []
+    return [channel for channel in list(_channels.values()) if channel._group() is group]
 
 
 def close_channel(channel: Channel) -> None:

@@ -18,7 +18,7 @@ from ._delivery import DeviceSpace, HostSpace, Space, deliver
 from ._device import cuda_in_use, current_device, runtime_for, stream_handle
 from ._group import Channel, channel_for, close_channel, resolve_group
 from ._progress import Display, check_progress
-from ._tensors import Description, describe, is_generator, pair, snapshot
+from ._tensors import Description, describe, is_generator, pair, read_items, split_items
 from ._transports import candidates, check_transport, default_bucket_bytes
 from ._waiting import Deadline
 from .errors import CommError, Error, InvalidArgument, PeerFailed, PeerLost, SharedDestination, StateError
@@ -131,6 +131,7 @@ class WeightSync:
         self._stream_plan: tuple[int, Any] | None = None
         self._plan_current = False  # the newest plan is the table's
         self._user_error: BaseException | None = None
+        self._begun: tuple[int, int] | None = None  # (sync, version) that this call may commit
         self._device: _core.CudaRuntime | None = None  # of the running sync's tensors
         self._stream_handle = 0
         self._closed = False
@@ -198,6 +199,7 @@ class WeightSync:
         channel = self._channel
         channel.acquire(self._timeout_s)
         try:
+            channel.enter()
             return self._broadcast(channel, params, version)
         finally:
             channel.release()
@@ -212,14 +214,16 @@ class WeightSync:
             plan_s = 0.0
             keep: list[object] = []
             self._device = None
+            self._reconcile(channel.sender)
             try:
                 number = self._next_version(version)
                 if streaming:
                     if cuda_in_use():
                         params = self._peek(params)
                 else:
+                    names, tensors = self._read(params)
                     with _Refused():
-                        keep = self._refresh(*snapshot(params, self._rank), destination=False)
+                        keep = self._refresh(names, tensors, destination=False)
                         self._table.find_ties()
                         self._plan_current = self._plan_current and not self._table.changed
                     plan_s = time.perf_counter() - started
@@ -235,6 +239,8 @@ class WeightSync:
             if sender is None:
                 raise StateError("the session is closed")
             hook = self._make_hook(channel, display)  # the core borrows it for the length of the sync
+            if sender.active:  # an interrupt came right behind open() in the last call
+                sender.fail(PeerFailed.kind, self._rank, "interrupted")
             sender.open(self._timeout_s, hook)
             try:
                 if problem is not None:
@@ -262,12 +268,14 @@ class WeightSync:
                     known = known and sender.followed_plan
                 else:
                     sender.send_plan(self._table)
+                self._begun = (sender.sync, number)
                 missing, unexpected = sender.commit()
             except BaseException as error:
                 error = self._settle(error, sender.check if sender.active else None)
                 sender.fail(*self._outward(error))
                 raise error
             self._set_version(number)
+            self._begun = None
             self._dirty = False
             self._report = self._make_report(
                 number,
@@ -364,6 +372,27 @@ class WeightSync:
                 self._rank,
             )
         return number
+
+    def _read(self, params: Any) -> tuple[list[Any], list[Any]]:
+        """Names and tensors of a container, whose own code may raise anything, our errors too."""
+        try:
+            items = read_items(params, self._rank)
+        except BaseException as error:
+            if not getattr(error, "about_params", False):
+                self._user_error = error
+            raise
+        with _Refused():
+            return split_items(items, self._rank)
+
+    def _reconcile(self, half: Any) -> None:
+        """What an interrupt at the end of the last call left undone here, but was done in the core."""
+        begun, self._begun = self._begun, None
+        if half is None or begun is None:
+            return
+        sync, number = begun
+        if half.committed_sync == sync and (self.version is None or self.version < number):
+            self._set_version(number)
+            self._dirty = False
 
     def _set_version(self, number: int) -> None:
         self._version = number
@@ -464,14 +493,22 @@ class WeightSync:
             raise StateError(
                 f"receive() is for the other ranks; this is rank {self._rank}, the source: call broadcast()"
             )
+        problem: InvalidArgument | None = None  # one that the other ranks are told of
         if (into is None) == (load is None):
-            raise InvalidArgument("receive() takes either destinations (into=) or a loader (load=)")
-        if load is not None and not callable(load):
-            raise InvalidArgument(f"load is a {type(load).__name__}, not a callable")
+            problem = InvalidArgument(
+                f"rank {self._rank}: receive() takes either destinations (into=) or a loader (load=), it was given "
+                + ("neither" if into is None else "both"),
+                self._rank,
+            )
+        elif load is not None and not callable(load):
+            problem = InvalidArgument(f"rank {self._rank}: load is a {type(load).__name__}, not a callable", self._rank)
         channel = self._channel
         channel.acquire(self._timeout_s)
         try:
-            return self._receive_into(channel, into) if load is None else self._receive_load(channel, load)
+            channel.enter()
+            if load is None or problem is not None:
+                return self._receive_into(channel, into, problem)
+            return self._receive_load(channel, load)
         finally:
             channel.release()
             self._user_error = None
@@ -489,19 +526,21 @@ class WeightSync:
             )
         return self._stream(_check_bool("borrow", borrow))
 
-    def _receive_into(self, channel: Channel, into: Any) -> SyncReport:
+    def _receive_into(self, channel: Channel, into: Any, problem: BaseException | None) -> SyncReport:
         started = time.perf_counter()
-        problem: BaseException | None = None
         keep: list[object] = []
         self._device = None
         try:
+            if problem is not None:
+                raise problem
             with _Refused():
                 if is_generator(into):
                     raise InvalidArgument(
                         f"rank {self._rank}: destinations cannot be a generator; pass a module, a mapping or a list of pairs",
                         self._rank,
                     )
-                keep = self._refresh(*snapshot(into, self._rank), destination=True)
+                names, tensors = self._read(into)
+                keep = self._refresh(names, tensors, destination=True)
                 self._table.check_destinations()
         except BaseException as error:
             problem = error
@@ -549,6 +588,7 @@ class WeightSync:
         channel = self._channel
         channel.acquire(self._timeout_s)
         try:
+            channel.enter()
             started = time.perf_counter()
             with self._receiving(channel, None, self._use_loader) as (receiver, begin):
                 self._get_ready(channel, receiver, begin)
@@ -562,6 +602,9 @@ class WeightSync:
                         except GeneratorExit as error:
                             self._user_error = error
                             self._user_message = f"left the loop over stream() after {count} tensors"
+                            raise
+                        except BaseException as error:  # thrown into the loop from outside
+                            self._user_error = error
                             raise
                         channel.adopt()
                         channel.check_open()
@@ -612,6 +655,9 @@ class WeightSync:
                 receiver = channel.receiver
                 if receiver is None:
                     raise StateError("the session is closed")
+                self._reconcile(receiver)
+                if receiver.active:  # an interrupt came right behind open() in the last call
+                    receiver.fail(PeerFailed.kind, self._rank, "interrupted")
                 receiver.open(self._timeout_s, hook)
                 try:
                     if problem is not None:
@@ -619,6 +665,7 @@ class WeightSync:
                         raise problem
                     use(receiver)
                     begin = receiver.join(self._transport)
+                    self._begun = (receiver.sync, begin["version"])
                     break
                 except _core.SourceClosed:
                     # Its next session is another connection; the wait for it is still the same one.
@@ -663,6 +710,7 @@ class WeightSync:
         missing: list[str],
     ) -> SyncReport:
         self._set_version(begin["version"])
+        self._begun = None
         self._dirty = False
         self._report = self._make_report(
             begin["version"],
@@ -694,7 +742,7 @@ class WeightSync:
 
     def _settle(self, error: BaseException, check: Callable[[], None] | None) -> BaseException:
         """Where the data plane broke, the control plane may know better why: who died, or who failed."""
-        if isinstance(error, PeerLost):
+        if isinstance(error, PeerLost) and error is not self._user_error:
             self._channel.lost = error
         if check is None or not isinstance(error, CommError) or error is self._user_error:
             return error
