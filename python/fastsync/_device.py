@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -105,7 +104,9 @@ class DeviceArray:
     dtypes that NumPy does not have are typed as raw bytes of their size.
     """
 
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: str, itemsize: int, stream: int, owner: object) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, ...], dtype: str, itemsize: int, stream: int, owner: object
+    ) -> None:
         self.shape = shape
         self.dtype = _Dtype(dtype)
         self.itemsize = itemsize

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import CommError
-
 __all__ = ["GlooDriver", "make_group", "unavailable_reason"]
 
 

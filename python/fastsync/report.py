@@ -35,6 +35,7 @@ class SyncReport:
         phases: Seconds of this rank's thread in plan, pack, transfer, unpack, wait and commit.
         unexpected: Names that were sent and have no destination (strict=False); at the source, of any receiver.
         missing: Names that have a destination and were not sent (strict=False); at the source, of any receiver.
+        transport_reason: At the source: why this transport, and why none of the others that "auto" tries before it.
     """
 
     version: int
@@ -50,6 +51,7 @@ class SyncReport:
     phases: dict[str, float]
     unexpected: list[str]
     missing: list[str]
+    transport_reason: str = ""
 
     def __str__(self) -> str:
         text = (

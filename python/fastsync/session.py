@@ -807,6 +807,7 @@ class WeightSync:
             phases=phases,
             unexpected=unexpected,
             missing=missing,
+            transport_reason="" if self._channel.sender is None else self._channel.sender.transport_reason,
         )
 
     _touched = False

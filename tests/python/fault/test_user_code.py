@@ -50,7 +50,9 @@ def test_a_peer_lost_of_another_group_does_not_poison_this_one(rank: Rank, where
     with session() as sync:
         with raises("PeerLost" if rank.index == at else "PeerFailed", rank=7 if rank.index == at else at):
             if rank.index == 0:
-                sync.broadcast({"generator": items, "mapping": lambda: Relay(a=torch.ones(1))}.get(where, lambda: weights(1))())
+                sync.broadcast(
+                    {"generator": items, "mapping": lambda: Relay(a=torch.ones(1))}.get(where, lambda: weights(1))()
+                )
             elif where == "stream":
                 loop = sync.stream()
                 next(loop)
@@ -60,7 +62,9 @@ def test_a_peer_lost_of_another_group_does_not_poison_this_one(rank: Rank, where
         good_sync(rank, sync)
 
 
-@pytest.mark.parametrize("call", ["broadcast_bucketed(None)", "receive_bucketed(None)", "receive_bucketed(5)", "receive(both)"])
+@pytest.mark.parametrize(
+    "call", ["broadcast_bucketed(None)", "receive_bucketed(None)", "receive_bucketed(5)", "receive(both)"]
+)
 @spmd(3)
 def test_a_call_without_a_destination_fails_on_every_rank_at_once(rank: Rank, call: str) -> None:
     options = {"timeout_s": 20.0}
@@ -176,7 +180,10 @@ def test_a_daemon_thread_inside_a_sync_does_not_crash_the_exit() -> None:
     try:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", script, str(rank), path], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [sys.executable, "-c", script, str(rank), path],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(2)
         ]
