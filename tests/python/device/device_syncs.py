@@ -173,10 +173,13 @@ class Party:
         self.machine.enter()  # loaders are given tensors on the thread's current device
         if self.is_source:
             self.mine.fill(step)
+        elif self.mine is not None:
+            self.mine.poison()
+        self.before_call()
+        if self.is_source:
             arguments = self.mine.arguments()
             report = sync.broadcast(pairs(arguments) if self.source == "generator" else arguments, version=version)
         elif self.mode == "into":
-            self.mine.poison()
             report = sync.receive(into=self.mine.arguments())
             self.mine.check(step)
         else:
@@ -185,6 +188,9 @@ class Party:
         assert report.nbytes == sum(item.source.nbytes for item in self.items)
         assert report.transport == self.transport
         return report
+
+    def before_call(self) -> None:
+        """For tests that count: everything is prepared, and fastsync's call comes next."""
 
     def _take(self, sync: fastsync.WeightSync, step: int) -> fastsync.SyncReport:
         names: list[str] = []
