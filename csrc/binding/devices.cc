@@ -30,9 +30,10 @@ class DeviceMemory {
 
 void bind_devices(py::module_& m) {
   m.def("cuda_unavailable_reason", &CudaRuntime::unavailable_reason, py::call_guard<py::gil_scoped_release>());
-  m.def("cuda_device_of",
-        [](std::uintptr_t address) { return CudaRuntime::device_of(reinterpret_cast<const void*>(address)); },
-        py::arg("address"));
+  m.def(
+      "cuda_device_of",
+      [](std::uintptr_t address) { return CudaRuntime::device_of(reinterpret_cast<const void*>(address)); },
+      py::arg("address"));
   m.def("cuda_current_device", &CudaRuntime::current_device);
   m.def("cuda_is_fake", [] { return CudaDriver::get().is_fake(); });
   m.def(

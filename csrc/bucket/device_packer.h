@@ -67,7 +67,7 @@ class DevicePacker {
   [[nodiscard]] std::uint64_t table_bytes() const noexcept;
 
  private:
-  static constexpr std::size_t kSums = 2048;     // checksums on the device at a time
+  static constexpr std::size_t kSums = 2048;       // checksums on the device at a time
   static constexpr std::size_t kLoosePieces = 64;  // pieces of growing plans in flight
 
   void launch(std::size_t index, CopyArgs args);
@@ -81,8 +81,8 @@ class DevicePacker {
   std::shared_ptr<DeviceRuntime> runtime_;
   CopyDirection direction_;
   Stream stream_;
-  Event entered_;   // what the caller's stream held
-  Event reached_;   // the end of our own queue
+  Event entered_;  // what the caller's stream held
+  Event reached_;  // the end of our own queue
   StreamView caller_;
   StreamView current_;
   bool verify_ = true;

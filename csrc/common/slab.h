@@ -28,7 +28,8 @@ struct SlabAllocator {
   using value_type = T;
   SlabAllocator() noexcept = default;
   template <typename U>
-  SlabAllocator(const SlabAllocator<U>& /*other*/) noexcept {}  // NOLINT(google-explicit-constructor): allocators convert
+  SlabAllocator(const SlabAllocator<U>& /*other*/) noexcept {
+  }  // NOLINT(google-explicit-constructor): allocators convert
   [[nodiscard]] T* allocate(std::size_t n) {
     if (n > kMaxSlabBytes / sizeof(T)) return std::allocator<T>().allocate(n);
     return static_cast<T*>(slab_memory().allocate(n * sizeof(T), alignof(T)));

@@ -20,8 +20,8 @@ namespace {
 
 [[nodiscard]] std::string needs_device(const RankPlace& place) {
   if (!place.device_id.empty()) return {};
-  return place.flexible ? concat("rank ", place.rank, " has no CUDA device") :
-                          concat("rank ", place.rank, "'s tensors are on the CPU");
+  return place.flexible ? concat("rank ", place.rank, " has no CUDA device")
+                        : concat("rank ", place.rank, "'s tensors are on the CPU");
 }
 
 // Why the transport cannot serve these ranks; empty: it can.
@@ -112,15 +112,17 @@ TransportChoice choose_transport(const RankPlace& source, std::span<const RankPl
   };
   if (device) {
     for (const auto name : kOnDevice) {
-      if (consider(name)) return {std::string(name), concat(name, reasons.empty() ? "" : " (", reasons, reasons.empty() ? "" : ")")};
+      if (consider(name))
+        return {std::string(name), concat(name, reasons.empty() ? "" : " (", reasons, reasons.empty() ? "" : ")")};
     }
   } else {
     for (const auto name : kOnHost) {
-      if (consider(name)) return {std::string(name), concat(name, reasons.empty() ? "" : " (", reasons, reasons.empty() ? "" : ")")};
+      if (consider(name))
+        return {std::string(name), concat(name, reasons.empty() ? "" : " (", reasons, reasons.empty() ? "" : ")")};
     }
   }
-  throw CommError(concat("no transport reaches every rank (", reasons,
-                         "); fastsync.transports() says what this rank can use"));
+  throw CommError(
+      concat("no transport reaches every rank (", reasons, "); fastsync.transports() says what this rank can use"));
 }
 
 }  // namespace fastsync

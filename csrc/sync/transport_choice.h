@@ -15,12 +15,12 @@ namespace fastsync {
 
 struct RankPlace {
   int rank = 0;
-  std::string host;                 // equal: they can share memory and sockets
-  std::string asked = "auto";       // a transport or "auto"
-  std::string device_id;            // of its tensors (or of the device it could use); empty: CPU
-  std::uint32_t nccl_version = 0;   // 0: NCCL cannot be used there
-  bool flexible = false;            // takes tensors wherever they come
-  bool shares_device = false;       // the source's only: its NCCL was told to let ranks share a device
+  std::string host;                // equal: they can share memory and sockets
+  std::string asked = "auto";      // a transport or "auto"
+  std::string device_id;           // of its tensors (or of the device it could use); empty: CPU
+  std::uint32_t nccl_version = 0;  // 0: NCCL cannot be used there
+  bool flexible = false;           // takes tensors wherever they come
+  bool shares_device = false;      // the source's only: its NCCL was told to let ranks share a device
 };
 
 struct TransportChoice {

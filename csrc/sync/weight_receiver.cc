@@ -430,7 +430,8 @@ void WeightReceiver::attach_shared() {
   const bool ipc = begin_.transport == "ipc";
   if (comm_ && comm_->name() == begin_.transport && comm_generation_ == begin_.comm_generation) return;
   drop_data_plane();
-  wait_until("pass its buckets", [this] { return descriptors_came_; });
+  // What comes with Go came before it.
+  if (!go_) wait_until("pass its buckets", [this] { return descriptors_came_; });
   if (descriptors_.size() != 2 && !(ipc && descriptors_.size() == 3)) {
     throw CommError(concat("the source passed ", descriptors_.size(), " descriptors, 2 were expected"),
                     identity_.source);
@@ -439,8 +440,8 @@ void WeightReceiver::attach_shared() {
   if (ipc) {
     IpcDescriptor description = IpcDescriptor::decode(descriptor_data_);
     if (descriptors_.size() == 3) description.memory.fd = std::move(descriptors_[2]);
-    comm_ = IpcCommunicator::attach(runtime_, std::move(description), descriptors_[0].get(), descriptors_[1].get(),
-                                    index);
+    comm_ =
+        IpcCommunicator::attach(runtime_, std::move(description), descriptors_[0].get(), descriptors_[1].get(), index);
   } else {
     comm_ = ShmCommunicator::attach(descriptors_[0].get(), descriptors_[1].get(), index);
   }
@@ -451,11 +452,10 @@ void WeightReceiver::attach_shared() {
 void WeightReceiver::connect_nccl() {
   if (comm_ && comm_->name() == "nccl" && comm_generation_ == begin_.comm_generation) return;
   drop_data_plane();
-  wait_until("pass NCCL's id", [this] { return descriptors_came_; });
   nccl::UniqueId id{};
   if (descriptor_data_.size() != sizeof(id.internal)) {
-    throw CommError(concat("the source passed ", descriptor_data_.size(), " bytes as NCCL's id, ",
-                           sizeof(id.internal), " were expected"),
+    throw CommError(concat("the source passed ", descriptor_data_.size(), " bytes as NCCL's id, ", sizeof(id.internal),
+                           " were expected"),
                     identity_.source);
   }
   std::memcpy(id.internal, descriptor_data_.data(), sizeof(id.internal));
@@ -620,8 +620,8 @@ void WeightReceiver::verify(const BucketHeader& header, std::uint64_t bucket, co
   if (begin_.verify == 0 || sum == header.checksum) return;
   const auto hex = [](const Checksum& c) { return concat(std::hex, c.product, "/", c.sum); };
   throw ChecksumError(
-      concat("rank ", identity_.rank, ", bucket ", bucket, " (", header.used_bytes, " bytes): checksum ",
-             hex(sum), " here, ", hex(header.checksum), " at rank ", identity_.source,
+      concat("rank ", identity_.rank, ", bucket ", bucket, " (", header.used_bytes, " bytes): checksum ", hex(sum),
+             " here, ", hex(header.checksum), " at rank ", identity_.source,
              "; the bytes changed on the way, do not use these weights and sync again"),
       identity_.rank);
 }
@@ -695,9 +695,8 @@ void WeightReceiver::finish_device() {
   device_began_ = false;
   phases_.unpack += seconds_since(start);
   if (begin_.verify == 0) return;
-  const bool late = std::any_of(unverified_.begin(), unverified_.end(), [](const BucketHeader& header) {
-    return BucketFlags::decode(header.flags).late_sum;
-  });
+  const bool late = std::any_of(unverified_.begin(), unverified_.end(),
+                                [](const BucketHeader& header) { return BucketFlags::decode(header.flags).late_sum; });
   if (late) wait_until("send its checksums", [this] { return late_sums_.size() >= next_bucket_; });
   for (BucketHeader& header : unverified_) {
     if (BucketFlags::decode(header.flags).late_sum) header.checksum = late_sums_[header.index];

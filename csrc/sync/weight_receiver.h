@@ -165,8 +165,8 @@ class WeightReceiver {
   bool source_closed_ = false;
   bool welcomed_ = false;
 
-  std::uint64_t call_ = 0;           // this rank's calls on this link
-  std::uint64_t sync_ = 0;           // current (or last) sync number
+  std::uint64_t call_ = 0;  // this rank's calls on this link
+  std::uint64_t sync_ = 0;  // current (or last) sync number
   std::uint64_t committed_sync_ = 0;
   std::uint64_t last_sync_ = 0;      // newest sync number heard of
   std::uint64_t unpaired_call_ = 0;  // the last call that failed here before it learned which sync it belonged to
@@ -202,7 +202,7 @@ class WeightReceiver {
   std::unique_ptr<DevicePacker> device_;      // kept for the next sync on the same device
   std::shared_ptr<DeviceRuntime> device_of_;  // its device
   bool device_began_ = false;
-  HostRegistration registered_;  // host buckets that the device reaches; goes before they do
+  HostRegistration registered_;           // host buckets that the device reaches; goes before they do
   std::vector<BucketHeader> unverified_;  // headers of buckets whose own checksum the device still computes
   std::vector<Checksum> late_sums_;       // what the source sent at the end
   std::vector<std::byte> descriptor_data_;

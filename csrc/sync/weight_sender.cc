@@ -298,7 +298,8 @@ void WeightSender::tick() {
   pump();
   throw_if_failed();
   // Only while it carries this sync: before that it may be one that the receivers have given up already.
-  const bool in_use = phase_ == std::string_view("buckets") || (phase_ == std::string_view("commit") && next_bucket_ > 0);
+  const bool in_use =
+      phase_ == std::string_view("buckets") || (phase_ == std::string_view("commit") && next_bucket_ > 0);
   if (comm_ && in_use) comm_->poll();
   if (comm_ && phase_ == std::string_view("buckets") && last_tick_ - waiting_since_ > stall_period(timeout_)) {
     const int rank = slowest();
@@ -432,8 +433,8 @@ std::string WeightSender::join(const std::string& asked, const std::vector<std::
   }
   std::vector<RankPlace> there;
   for (const auto& [rank, peer] : peers_) {
-    there.push_back({rank, peer.host, peer.join.transport, peer.join.device_id, peer.join.nccl_version,
-                     peer.join.flexible != 0});
+    there.push_back(
+        {rank, peer.host, peer.join.transport, peer.join.device_id, peer.join.nccl_version, peer.join.flexible != 0});
   }
   TransportChoice choice = choose_transport(here, there, candidates);
   transport_reason_ = std::move(choice.reason);

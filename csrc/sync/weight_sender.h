@@ -195,7 +195,7 @@ class WeightSender {
 
   std::shared_ptr<DeviceRuntime> runtime_;  // of this sync; null: host memory
   void* caller_stream_ = nullptr;
-  std::unique_ptr<DevicePacker> device_;    // kept for the next sync on the same device
+  std::unique_ptr<DevicePacker> device_;      // kept for the next sync on the same device
   std::shared_ptr<DeviceRuntime> device_of_;  // its device
   bool device_began_ = false;
   HostRegistration registered_;  // host buckets that the device reaches; goes before they do
@@ -209,7 +209,7 @@ class WeightSender {
   std::uint64_t comm_generation_ = 0;
   std::uint32_t comm_buffers_ = 0;
   std::vector<std::shared_ptr<Communicator>> retired_;  // shared rings that readers may still have open
-  std::shared_ptr<DeviceRuntime> comm_device_;  // whose memory its buckets are
+  std::shared_ptr<DeviceRuntime> comm_device_;          // whose memory its buckets are
   bool needs_external_ = false;
   bool poisoned_ = false;
 

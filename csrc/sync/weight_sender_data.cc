@@ -126,9 +126,7 @@ void WeightSender::settle_data_plane(bool had_data) {
       case Recovery::kAbort:
         comm_->abort();  // wakes the receivers at once; they find the frame
         break;
-      case Recovery::kReplace:
-        comm_->abort();
-        break;
+      case Recovery::kReplace: comm_->abort(); break;
       case Recovery::kDrain:
         if (!had_data) break;
         if (lost_) throw Error(*lost_);  // what the lost rank was part of never completes
@@ -185,9 +183,9 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
     begin.nbytes = plan_->manifest.nbytes();
   }
   begin.asked_bytes = std::max<std::uint64_t>(options.bucket_bytes, 1);
-  begin.bucket_bytes =
-      streaming ? align_up(std::clamp<std::uint64_t>(options.bucket_bytes, 1, kMaxStreamingBucketBytes))
-                : plan_->buckets.bucket_bytes;
+  begin.bucket_bytes = streaming
+                           ? align_up(std::clamp<std::uint64_t>(options.bucket_bytes, 1, kMaxStreamingBucketBytes))
+                           : plan_->buckets.bucket_bytes;
   bucket_bytes_ = begin.bucket_bytes;
   const bool has_data = !peers_.empty() && (streaming || !plan_->buckets.buckets.empty());
   if (has_data) {

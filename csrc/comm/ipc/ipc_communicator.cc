@@ -182,12 +182,11 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::attach(std::shared_ptr<DeviceR
   }
   auto handshake = ShmCommunicator::attach(control_fd, data_fd, reader_index);
   if (handshake->buffers() != descriptor.buffers) {
-    throw CommError(concat("the source's handshake has ", handshake->buffers(), " slots, its ring ",
-                           descriptor.buffers, " buckets"));
+    throw CommError(concat("the source's handshake has ", handshake->buffers(), " slots, its ring ", descriptor.buffers,
+                           " buckets"));
   }
   handshake->announces(descriptor.bucket_bytes);
-  std::unique_ptr<IpcCommunicator> made(
-      new IpcCommunicator(runtime, std::move(handshake), descriptor.bucket_bytes));
+  std::unique_ptr<IpcCommunicator> made(new IpcCommunicator(runtime, std::move(handshake), descriptor.bucket_bytes));
   made->mapped_ = runtime->import_memory(descriptor.memory);
   for (const EventHandle& handle : descriptor.packed) {
     made->packed_.emplace_back(runtime, runtime->import_event(handle));
@@ -225,8 +224,8 @@ IpcDescriptor IpcCommunicator::describe() const {
 
 void IpcCommunicator::add_reader(std::uint32_t index, const std::vector<EventHandle>& events) {
   if (events.size() != packed_.size()) {
-    throw CommError(concat("reader ", index, " sent ", events.size(), " event handles, ", packed_.size(),
-                           " were expected"));
+    throw CommError(
+        concat("reader ", index, " sent ", events.size(), " event handles, ", packed_.size(), " were expected"));
   }
   std::vector<Event>& mine = read_.at(index);
   mine.clear();

@@ -34,7 +34,7 @@ struct IpcDescriptor {
   std::uint32_t buffers = 0;
   std::uint64_t bucket_bytes = 0;
   std::string device_id;
-  MemoryHandle memory;               // its fd travels as a descriptor
+  MemoryHandle memory;              // its fd travels as a descriptor
   std::vector<EventHandle> packed;  // one a slot; empty: the hosts order the slots
 
   [[nodiscard]] std::vector<std::byte> encode() const;

@@ -75,9 +75,9 @@ void NcclCommunicator::settle_call(nccl::Result result, const char* what, Wait& 
     if (result != nccl::kInProgress) break;
     wait.check();
     if (wait.expired()) {
-      throw TimeoutError(concat(what, " did not end within ",
-                                std::chrono::duration<double>(wait.timeout()).count(),
-                                " s: a rank did not come, or they cannot reach each other (NCCL_DEBUG=INFO says more)"));
+      throw TimeoutError(
+          concat(what, " did not end within ", std::chrono::duration<double>(wait.timeout()).count(),
+                 " s: a rank did not come, or they cannot reach each other (NCCL_DEBUG=INFO says more)"));
     }
     std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, wait.slice()));
     pause = std::min(2 * pause, kLongestPause);
@@ -137,9 +137,8 @@ std::byte* NcclCommunicator::slot_data(std::uint64_t index) const noexcept {
 void NcclCommunicator::broadcast(const BucketSlot& slot, std::uint64_t nbytes, Wait& wait) {
   if (nbytes > 0) {
     const auto current = runtime_->make_current();
-    const nccl::Result result =
-        library_.api().ncclBroadcast(slot.data, slot.data, nbytes, nccl::kUint8, 0, comm_,
-                                     static_cast<nccl::Stream>(stream_.view().handle()));
+    const nccl::Result result = library_.api().ncclBroadcast(slot.data, slot.data, nbytes, nccl::kUint8, 0, comm_,
+                                                             static_cast<nccl::Stream>(stream_.view().handle()));
     settle_call(result, "ncclBroadcast", wait);
   }
   moved_[slot.index % depth()].record(stream_.view());

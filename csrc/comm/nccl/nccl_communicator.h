@@ -96,12 +96,12 @@ class NcclCommunicator final : public Communicator {
   int source_rank_;
   nccl::Comm comm_ = nullptr;
   Buffer memory_;
-  Stream stream_;              // the broadcasts
-  StreamView caller_;          // who packs or unpacks
+  Stream stream_;               // the broadcasts
+  StreamView caller_;           // who packs or unpacks
   std::vector<Event> touched_;  // a slot each: packed (source), unpacked (receiver)
   std::vector<Event> moved_;    // of the last broadcasts, in a ring: done on this rank
   std::uint64_t epoch_ = 0;
-  std::uint64_t next_ = 0;      // source: the bucket to acquire; receiver: to receive
+  std::uint64_t next_ = 0;  // source: the bucket to acquire; receiver: to receive
   std::uint64_t released_ = 0;
   bool lent_ = false;
   std::exception_ptr failure_;

@@ -105,7 +105,7 @@ TEST(FrameHeader, RefusesWhatIsNotOurs) {
   };
   for (std::size_t i = 0; i < 4; ++i) refused(good, i, 0);  // the magic number
   refused(good, 4, 0);                                      // type 0
-  refused(good, 4, 19);
+  refused(good, 4, 20);
   refused(good, 5, 1);
   refused(good, 10, 0x81);  // a payload of 8 MiB + 64 KiB
   refused(good, 11, 0xFF);

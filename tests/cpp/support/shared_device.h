@@ -72,7 +72,8 @@ class SharedDevice final : public DeviceRuntime {
   [[nodiscard]] void* create_event() override {
     ++events;
     ++live_events;
-    return new Handle{std::shared_ptr<void>(host_->create_event(), [host = host_](void* e) { host->destroy_event(e); })};
+    return new Handle{
+        std::shared_ptr<void>(host_->create_event(), [host = host_](void* e) { host->destroy_event(e); })};
   }
   void destroy_event(void* event) noexcept override {
     --live_events;

@@ -100,7 +100,8 @@ class Destinations final : public DestinationBinder {
 
   static Destinations like(const Weights& weights) {
     Destinations out;
-    for (const TensorMeta& meta : weights.metas) out.tensors[std::string(meta.name)] = Bytes(meta.nbytes, std::byte{0xA5});
+    for (const TensorMeta& meta : weights.metas)
+      out.tensors[std::string(meta.name)] = Bytes(meta.nbytes, std::byte{0xA5});
     return out;
   }
 
@@ -286,7 +287,7 @@ inline Outcome run_source(WeightSender& sender, const std::string& transport, Fa
                           const SourceCall& call) {
   return run_call(sender, kSource, [&](Outcome& out) {
     sender.open(call.timeout, call.hook);
-    RankDevice* const device = groups->device(0);
+    RankDevice* const device = groups == nullptr ? nullptr : groups->device(0);
     void* const stream = device == nullptr ? nullptr : device->caller.view().handle();
     if (device != nullptr) sender.use_device(device->runtime, stream);
     try {
@@ -346,7 +347,7 @@ inline void take_by_bucket(WeightReceiver& receiver, Destinations& into, const A
 inline Outcome run_receiver(WeightReceiver& receiver, int index, FakeGroups* groups, const ReceiverCall& call) {
   return run_call(receiver, receiver_rank(index), [&](Outcome& out) {
     receiver.open(call.timeout, call.hook);
-    if (RankDevice* const device = groups->device(index + 1)) {
+    if (RankDevice* const device = groups == nullptr ? nullptr : groups->device(index + 1)) {
       receiver.use_device(device->runtime, device->caller.view().handle(), call.pull);
       receiver.verify_first(call.pull);
     }
