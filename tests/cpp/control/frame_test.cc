@@ -256,6 +256,17 @@ TEST(ReadyListsFrames, TravelInPiecesWhenTheyAreLong) {
   EXPECT_EQ(back.unexpected, lists.unexpected);
 }
 
+TEST(ReadyListsFrames, RefuseANameThatNoManifestHolds) {
+  const std::string longer(kMaxNameBytes + 1, 'n');
+  EXPECT_THROW((void)encode_lists({{"fits", longer}, {}}), InvalidArgument);
+  EXPECT_THROW((void)encode_lists({{}, {std::string(kMaxPayloadBytes + 1, 'n')}}), InvalidArgument);
+  PayloadWriter writer;
+  writer.u8(0);
+  writer.text(longer);
+  ReadyLists back;
+  EXPECT_THROW(decode_lists(writer.take(), back), CommError);
+}
+
 TEST(ReadyListsFrames, RefuseAListThatDoesNotExist) {
   PayloadWriter writer;
   writer.u8(2);
