@@ -49,26 +49,6 @@ bool is_ascii_block(const char* text) noexcept {
   return (word & 0x8080808080808080ULL) == 0;
 }
 
-// Fit for a message: one line, valid UTF-8, not too long.
-std::string shown(std::string_view text) {
-  constexpr char kHex[] = "0123456789abcdef";
-  std::string result;
-  std::size_t i = 0;
-  while (i < text.size() && result.size() < kShownNameBytes) {
-    const auto byte = static_cast<unsigned char>(text[i]);
-    const std::size_t length = utf8_sequence_length(text.substr(i));
-    if (length == 0 || byte < 0x20 || byte == 0x7F) {
-      result += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
-      i += 1;
-    } else {
-      result += text.substr(i, length);
-      i += length;
-    }
-  }
-  if (i < text.size()) result += concat("... (", text.size(), " bytes)");
-  return result;
-}
-
 // ---- Fingerprint ----------------------------------------------------------------------------------------------------
 
 // The finaliser of MurmurHash3: every bit of the input changes every bit of the output with probability 1/2.
@@ -128,31 +108,6 @@ std::optional<std::uint64_t> logical_bytes(const TensorMeta& meta, std::uint64_t
   }
   if (bytes > limit) return std::nullopt;
   return bytes;
-}
-
-void validate(const TensorMeta& meta) {
-  if (meta.name.size() > kMaxNameBytes) {
-    throw InvalidArgument(concat("a tensor name of ", meta.name.size(), " bytes is longer than ", kMaxNameBytes, ": '",
-                                 shown(meta.name), "'"));
-  }
-  if (!is_valid_utf8(meta.name))
-    throw InvalidArgument(concat("tensor name '", shown(meta.name), "' is not valid UTF-8"));
-  const auto fail = [&](auto&&... what) { throw InvalidArgument(concat("tensor ", describe(meta), ": ", what...)); };
-  if (meta.dtype.empty() || meta.dtype.size() > kMaxDtypeBytes || !is_valid_utf8(meta.dtype)) {
-    fail("its dtype must be UTF-8 of 1 to ", kMaxDtypeBytes, " bytes");
-  }
-  if (!std::has_single_bit(meta.itemsize) || meta.itemsize > kMaxItemsize) {
-    fail("its itemsize is ", meta.itemsize, "; powers of two up to ", kMaxItemsize, " are supported");
-  }
-  if (meta.shape.size() > kMaxDims)
-    fail("it has ", meta.shape.size(), " dimensions; at most ", kMaxDims, " are supported");
-  if (meta.tie.strides.size() > kMaxDims) fail("its tie has ", meta.tie.strides.size(), " strides; at most ", kMaxDims);
-  for (const std::int64_t dim : meta.shape) {
-    if (dim < 0) fail("dimension ", dim, " is negative");
-  }
-  const auto bytes = logical_bytes(meta, kMaxManifestBytes);
-  if (!bytes) fail("it is larger than ", kMaxManifestBytes, " bytes");
-  if (*bytes != meta.nbytes) fail("its shape needs ", *bytes, " bytes, but nbytes is ", meta.nbytes);
 }
 
 // ---- Serialized form ------------------------------------------------------------------------------------------------
@@ -293,8 +248,27 @@ bool is_valid_utf8(std::string_view text) noexcept {
   return true;
 }
 
+std::string shown_name(std::string_view name) {
+  constexpr char kHex[] = "0123456789abcdef";
+  std::string result;
+  std::size_t i = 0;
+  while (i < name.size() && result.size() < kShownNameBytes) {
+    const auto byte = static_cast<unsigned char>(name[i]);
+    const std::size_t length = utf8_sequence_length(name.substr(i));
+    if (length == 0 || byte < 0x20 || byte == 0x7F) {
+      result += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
+      i += 1;
+    } else {
+      result += name.substr(i, length);
+      i += length;
+    }
+  }
+  if (i < name.size()) result += concat("... (", name.size(), " bytes)");
+  return result;
+}
+
 std::string describe(const TensorMeta& meta) {
-  std::string text = concat("'", shown(meta.name), "' ", shown(meta.dtype), "[");
+  std::string text = concat("'", shown_name(meta.name), "' ", shown_name(meta.dtype), "[");
   for (std::size_t k = 0; k < meta.shape.size(); ++k) {
     if (k == kShownDims) {
       text += concat(", ... (", meta.shape.size(), " dimensions)");
@@ -303,6 +277,31 @@ std::string describe(const TensorMeta& meta) {
     text += concat(k == 0 ? "" : ", ", meta.shape[k]);
   }
   return text + "]";
+}
+
+void validate(const TensorMeta& meta) {
+  if (meta.name.size() > kMaxNameBytes) {
+    throw InvalidArgument(concat("a tensor name of ", meta.name.size(), " bytes is longer than ", kMaxNameBytes, ": '",
+                                 shown_name(meta.name), "'"));
+  }
+  if (!is_valid_utf8(meta.name))
+    throw InvalidArgument(concat("tensor name '", shown_name(meta.name), "' is not valid UTF-8"));
+  const auto fail = [&](auto&&... what) { throw InvalidArgument(concat("tensor ", describe(meta), ": ", what...)); };
+  if (meta.dtype.empty() || meta.dtype.size() > kMaxDtypeBytes || !is_valid_utf8(meta.dtype)) {
+    fail("its dtype must be UTF-8 of 1 to ", kMaxDtypeBytes, " bytes");
+  }
+  if (!std::has_single_bit(meta.itemsize) || meta.itemsize > kMaxItemsize) {
+    fail("its itemsize is ", meta.itemsize, "; powers of two up to ", kMaxItemsize, " are supported");
+  }
+  if (meta.shape.size() > kMaxDims)
+    fail("it has ", meta.shape.size(), " dimensions; at most ", kMaxDims, " are supported");
+  if (meta.tie.strides.size() > kMaxDims) fail("its tie has ", meta.tie.strides.size(), " strides; at most ", kMaxDims);
+  for (const std::int64_t dim : meta.shape) {
+    if (dim < 0) fail("dimension ", dim, " is negative");
+  }
+  const auto bytes = logical_bytes(meta, kMaxManifestBytes);
+  if (!bytes) fail("it is larger than ", kMaxManifestBytes, " bytes");
+  if (*bytes != meta.nbytes) fail("its shape needs ", *bytes, " bytes, but nbytes is ", meta.nbytes);
 }
 
 void Manifest::append(TensorMeta meta) {
@@ -337,7 +336,7 @@ void Manifest::reserve(std::size_t tensors) {
 
 std::size_t Manifest::slot_of(std::string_view name) const noexcept {
   const std::size_t mask = slots_.size() - 1;
-  for (std::size_t at = std::hash<std::string_view>{}(name) & mask;; at = (at + 1) & mask) {
+  for (std::size_t at = std::hash<std::string_view>{}(name)&mask;; at = (at + 1) & mask) {
     if (slots_[at] == 0 || std::string_view(tensors_[slots_[at] - 1].name) == name) return at;
   }
 }

@@ -32,7 +32,7 @@ inline constexpr std::size_t kMaxTensors = std::size_t{1} << 26;
 // byte_offset and both their strides are equal there.
 struct Tie {
   std::uint32_t group = 0;
-  std::uint64_t byte_offset = 0;      // from the lowest address of the group
+  std::uint64_t byte_offset = 0;  // from the lowest address of the group
   KeptInts strides;               // in elements
   friend bool operator==(const Tie&, const Tie&) = default;
 };
@@ -82,6 +82,12 @@ class Manifest {
   std::uint64_t fingerprint_ = 0;  // rolling: a function of the previous value and the new entry
 };
 
+// What append() throws for an entry by itself, whatever the others are.
+void validate(const TensorMeta& meta);
+
+// A name as messages show it: cut when long, control characters and invalid UTF-8 escaped, so that it is part of one
+// valid line.
+[[nodiscard]] std::string shown_name(std::string_view name);
 // "'layers.0.weight' float32[4, 8]": how messages show a tensor. Long names and shapes are cut, control characters and
 // invalid UTF-8 escaped, so that the text is one valid line whatever the name.
 [[nodiscard]] std::string describe(const TensorMeta& meta);

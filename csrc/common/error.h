@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -34,11 +35,14 @@ class Error : public std::runtime_error {
  public:
   // `rank` is the global rank the failure is about (the lost, stuck, failing or mismatching one), -1 if none.
   Error(ErrorKind kind, const std::string& message, int rank = -1)
-      : std::runtime_error(message), kind_(kind), rank_(rank) {}
+      : std::runtime_error(message), message_(std::make_shared<const std::string>(message)), kind_(kind), rank_(rank) {}
+  // All of the text, where what() ends at its first NUL.
+  [[nodiscard]] const std::string& message() const noexcept { return *message_; }
   [[nodiscard]] ErrorKind kind() const noexcept { return kind_; }
   [[nodiscard]] int rank() const noexcept { return rank_; }
 
  private:
+  std::shared_ptr<const std::string> message_;  // shared: copying an exception must not throw
   ErrorKind kind_;
   int rank_;
 };

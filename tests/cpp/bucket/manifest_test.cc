@@ -184,6 +184,24 @@ TEST(Manifest, ANameThatIsNotUtf8IsRefusedInAPrintableMessage) {
   EXPECT_TRUE(is_valid_utf8(message));
 }
 
+TEST(Manifest, ValidateThrowsWhatAppendWould) {
+  TensorMeta meta = meta_of("w", {2, -3});
+  Manifest manifest;
+  const std::string message = refusal(manifest, meta);
+  try {
+    validate(meta);
+    ADD_FAILURE() << "it was taken";
+  } catch (const InvalidArgument& why) {
+    EXPECT_EQ(why.message(), message);
+  }
+  EXPECT_NO_THROW(validate(meta_of("w", {2, 3})));
+}
+
+TEST(ShownName, EscapesWhatWouldBreakTheLine) {
+  EXPECT_EQ(shown_name(std::string_view("a\0b\n", 4)), "a\\x00b\\x0a");
+  EXPECT_EQ(shown_name("重み"), "重み");
+}
+
 TEST(Describe, IsOneShortLineWhateverTheTensor) {
   EXPECT_EQ(describe(meta_of("layers.0.weight")), "'layers.0.weight' float32[4, 8]");
   EXPECT_EQ(describe(meta_of("s", {})), "'s' float32[]");

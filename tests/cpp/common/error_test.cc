@@ -21,6 +21,12 @@ TEST(Error, CarriesKindRankAndText) {
   EXPECT_EQ(InvalidArgument("x").rank(), -1);
 }
 
+TEST(Error, KeepsTheTextBehindANullCharacter) {
+  const std::string text("tensor 'a\0b' is bad", 19);
+  const Error copy(InvalidArgument(text, 1));
+  EXPECT_EQ(copy.message(), text);
+}
+
 TEST(Concat, JoinsTextAndNumbers) {
   EXPECT_EQ(concat("tensor '", std::string("w"), "' has ", 12, " bytes"), "tensor 'w' has 12 bytes");
 }
