@@ -5,10 +5,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <chrono>
 #include <memory>
 
 #include "binding/devices.h"
+#include "binding/process_group.h"
 #include "binding/tensor_table.h"
 #include "comm/shm/shm_communicator.h"
 #include "common/checksum.h"
@@ -43,39 +45,6 @@ Wait::Hook make_hook(const py::object& callback) {
   };
 }
 
-// A Python object that may be let go of by a thread without the interpreter lock.
-std::shared_ptr<py::object> shared_object(py::object object) {
-  return {new py::object(std::move(object)), [](py::object* o) {
-            if (Py_IsInitialized() == 0) return;
-            const py::gil_scoped_acquire gil;
-            delete o;
-          }};
-}
-
-ExternalOps make_ops(py::object driver) {
-  const auto held = shared_object(std::move(driver));
-  ExternalOps ops;
-  ops.start = [held](std::byte* data, std::uint64_t nbytes) {
-    const py::gil_scoped_acquire gil;
-    return held->attr("start")(reinterpret_cast<std::uintptr_t>(data), nbytes).cast<std::uint64_t>();
-  };
-  ops.wait = [held](std::uint64_t handle, std::chrono::milliseconds timeout) {
-    const py::gil_scoped_acquire gil;
-    return held->attr("wait")(handle, timeout.count()).cast<bool>();
-  };
-  ops.drop = [held](std::uint64_t handle) {
-    const py::gil_scoped_acquire gil;
-    held->attr("drop")(handle);
-  };
-  return ops;
-}
-
-// Keeps bucket memory alive for operations of somebody else's library that may still write there.
-py::capsule memory_capsule(std::shared_ptr<const Buffer> memory) {
-  return py::capsule(new std::shared_ptr<const Buffer>(std::move(memory)),
-                     [](void* p) { delete static_cast<std::shared_ptr<const Buffer>*>(p); });
-}
-
 Identity make_identity(int rank, int source, std::vector<int> ranks, std::string token, std::string host) {
   return Identity{rank, source, std::move(ranks), std::move(token), std::move(host), FASTSYNC_VERSION};
 }
@@ -102,6 +71,18 @@ TensorMeta make_meta(const std::string& name, const std::string& dtype, const st
   return meta;
 }
 
+// Does something with the source's tensor `name`; what it throws names the rank and the tensor (`named`: it already does).
+template <typename Work>
+void on_tensor(const WeightSender& sender, const std::string& name, bool named, Work&& work) {
+  try {
+    work();
+  } catch (const InvalidArgument& why) {
+    if (why.rank() >= 0) throw;
+    const std::string tensor = named ? std::string() : concat("tensor '", shown_name(name), "': ");
+    throw InvalidArgument(concat("rank ", sender.rank(), ": ", tensor, why.message()), sender.rank());
+  }
+}
+
 PyObject*& error_class(ErrorKind kind) {
   static PyObject* classes[kErrorKindCount] = {};
   return classes[static_cast<std::size_t>(kind)];
@@ -113,8 +94,8 @@ void translate(std::exception_ptr p) {
   } catch (const Error& error) {
     PyObject* const type = error_class(error.kind()) != nullptr ? error_class(error.kind()) : PyExc_RuntimeError;
     // what() may have been cut inside a character by a peer.
-    const auto text = py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(
-        error.what(), static_cast<Py_ssize_t>(std::char_traits<char>::length(error.what())), "replace"));
+    const auto text = py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeUTF8(error.message().data(), static_cast<Py_ssize_t>(error.message().size()), "replace"));
     const auto value = py::reinterpret_steal<py::object>(PyObject_CallFunction(type, "Oi", text.ptr(), error.rank()));
     if (value) {
       PyErr_SetObject(type, value.ptr());
@@ -150,17 +131,31 @@ PYBIND11_MODULE(_core, m) {
       py::arg("exchange"), py::arg("plain_types"));
   m.def(
       "learn_layout",
-      [](const py::list& objects, const std::vector<std::uint64_t>& implementations,
-         const std::vector<std::uint64_t>& storages) {
-        TorchAccess::get().learn_layout(objects, implementations, storages);
+      [](const std::vector<std::array<std::uint64_t, 6>>& examples, std::uint64_t plain_keys) {
+        std::vector<TorchAccess::Example> out;
+        for (const auto& [object, implementation, storage, keys, memory, nbytes] : examples) {
+          out.push_back({object, implementation, storage, keys, memory, nbytes});
+        }
+        return TorchAccess::get().learn_layout(out, plain_keys);
       },
-      py::arg("objects"), py::arg("implementations"), py::arg("storages"));
+      py::arg("examples"), py::arg("plain_keys"));
   m.def(
       "learn_dtype",
       [](const py::object& example, const std::string& name, std::uint32_t itemsize) {
         TorchAccess::get().learn_dtype(example, name, itemsize);
       },
       py::arg("example"), py::arg("name"), py::arg("itemsize"));
+
+  m.def("dlpack_flags", &dlpack_flags, py::arg("capsule"));
+  m.attr("DLPACK_READ_ONLY") = kDlpackReadOnly;
+  m.attr("DLPACK_COPIED") = kDlpackCopied;
+  m.def(
+      "buffer_address",
+      [](const py::memoryview& view) {
+        return reinterpret_cast<std::uintptr_t>(PyMemoryView_GET_BUFFER(view.ptr())->buf);
+      },
+      py::arg("view"));
+  m.def("shown_name", [](const std::string& name) { return shown_name(name); }, py::arg("name"));
 
   // --- bytes
   m.def(
@@ -202,9 +197,7 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "append",
           [](Manifest& self, std::string name, std::string dtype, std::vector<std::int64_t> shape,
-             std::uint32_t itemsize) {
-            self.append(make_meta(name, dtype, shape, itemsize));
-          },
+             std::uint32_t itemsize) { self.append(make_meta(name, dtype, shape, itemsize)); },
           py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("itemsize"))
       .def("__len__", &Manifest::size)
       .def_property_readonly("nbytes", &Manifest::nbytes)
@@ -328,8 +321,9 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "attach_external",
           [](WeightSender& s, const py::object& driver) {
-            s.attach_external(make_ops(driver));
-            driver.attr("memory") = memory_capsule(s.external_memory());
+            const auto ops = std::make_shared<ProcessGroupOps>(driver);
+            s.attach_external(ProcessGroupOps::make(ops));
+            ops->keep(s.external_memory());
           },
           py::arg("driver"))
       .def(
@@ -349,8 +343,10 @@ PYBIND11_MODULE(_core, m) {
             int device = -1;
             if (!TorchAccess::get().describe(object, meta, view, device) || device >= 0) return false;
             meta.name = name;
-            const py::gil_scoped_release release;
-            s.push(std::move(meta), view);
+            on_tensor(s, name, true, [&] {
+              const py::gil_scoped_release release;
+              s.push(std::move(meta), view);
+            });
             return true;
           },
           py::arg("name"), py::arg("tensor"))
@@ -371,10 +367,12 @@ PYBIND11_MODULE(_core, m) {
               view.contiguous = false;
               view.shape = shape;
               view.strides = byte_strides.cast<std::vector<std::int64_t>>();
-              normalize(view);
+              on_tensor(s, name, false, [&] { normalize(view); });
             }
-            const py::gil_scoped_release release;
-            s.push(std::move(meta), view, reinterpret_cast<void*>(stream));
+            on_tensor(s, name, true, [&] {
+              const py::gil_scoped_release release;
+              s.push(std::move(meta), view, reinterpret_cast<void*>(stream));
+            });
           },
           py::arg("name"), py::arg("dtype"), py::arg("shape"), py::arg("byte_strides"), py::arg("itemsize"),
           py::arg("address"), py::arg("flip_real"), py::arg("flip_imag"), py::arg("is_complex"), py::arg("stream"))
@@ -405,6 +403,7 @@ PYBIND11_MODULE(_core, m) {
       .def("drop_data_plane", &WeightSender::drop_data_plane, NoGil())
       .def_property_readonly("active", &WeightSender::active)
       .def_property_readonly("sync", &WeightSender::sync)
+      .def_property_readonly("committed_sync", &WeightSender::committed_sync)
       .def_property_readonly("phases", [](const WeightSender& s) { return phases_dict(s.phases()); })
       .def_property_readonly("bucket_bytes", &WeightSender::bucket_bytes)
       .def_property_readonly("buckets_sent", &WeightSender::buckets_sent)
@@ -463,8 +462,9 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "attach_external",
           [](WeightReceiver& r, const py::object& driver) {
-            r.attach_external(make_ops(driver));
-            driver.attr("memory") = memory_capsule(r.external_memory());
+            const auto ops = std::make_shared<ProcessGroupOps>(driver);
+            r.attach_external(ProcessGroupOps::make(ops));
+            ops->keep(r.external_memory());
           },
           py::arg("driver"))
       .def(
@@ -525,6 +525,8 @@ PYBIND11_MODULE(_core, m) {
       .def("check", &WeightReceiver::check, NoGil())
       .def("close", &WeightReceiver::close, py::arg("exiting"), NoGil())
       .def_property_readonly("active", &WeightReceiver::active)
+      .def_property_readonly("sync", &WeightReceiver::sync)
+      .def_property_readonly("committed_sync", &WeightReceiver::committed_sync)
       .def_property_readonly("wrote", &WeightReceiver::wrote)
       .def_property_readonly("held_plan", &WeightReceiver::held_plan)
       .def_property_readonly("deviated", &WeightReceiver::deviated)

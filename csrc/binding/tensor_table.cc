@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <numeric>
+#include <tuple>
 
 namespace fastsync::binding {
 
@@ -42,24 +44,20 @@ struct DlExchange {
   int (*tensor_from_object)(void* object, void* tensor_out);
   void* current_stream;
 };
+struct DlManagedVersioned {
+  std::uint32_t major;
+  std::uint32_t minor;
+  void* context;
+  void (*deleter)(DlManagedVersioned*);
+  std::uint64_t flags;
+  DlTensor tensor;
+};
 constexpr std::int32_t kDlCpu = 1;
 constexpr std::int32_t kDlCuda = 2;
 constexpr std::int32_t kDlPinned = 3;
-constexpr std::uint8_t kDlComplex = 5;
 
 std::uint32_t dtype_key(const DlDataType& t) noexcept {
   return (std::uint32_t{t.code} << 24U) | (std::uint32_t{t.bits} << 16U) | t.lanes;
-}
-
-bool calls_true(PyObject* object, PyObject* method) {
-  PyObject* const result = PyObject_CallMethodNoArgs(object, method);
-  if (result == nullptr) {
-    PyErr_Clear();
-    return true;  // unusual: Python looks closer
-  }
-  const bool yes = result != Py_False;
-  Py_DECREF(result);
-  return yes;
 }
 
 PyObject* interned(const char* text) {
@@ -72,15 +70,6 @@ PyObject* dtype_name() {
   static PyObject* const name = interned("dtype");
   return name;
 }
-PyObject* is_neg_name() {
-  static PyObject* const name = interned("is_neg");
-  return name;
-}
-PyObject* is_conj_name() {
-  static PyObject* const name = interned("is_conj");
-  return name;
-}
-
 bool row_major(const std::int64_t* shape, const std::int64_t* strides, std::int32_t ndim) noexcept {
   if (strides == nullptr) return true;
   std::int64_t expected = 1;
@@ -96,8 +85,7 @@ std::string quoted_list(const std::vector<std::string>& names) {
   std::string out;
   for (std::size_t i = 0; i < names.size(); ++i) {
     if (i == 8) return out + concat(", ... (", names.size(), " in all)");
-    std::string shown = names[i].size() > 200 ? names[i].substr(0, 200) + "..." : names[i];
-    out += concat(i == 0 ? "'" : ", '", shown, "'");
+    out += concat(i == 0 ? "'" : ", '", shown_name(names[i]), "'");
   }
   return out;
 }
@@ -125,56 +113,85 @@ void TorchAccess::configure(const py::object& exchange, const py::tuple& plain_t
 }
 
 namespace {
-// The offset of a pointer-sized field that holds `values[k]` in every object; 0 if there is no such field.
-std::size_t common_offset(const std::vector<const std::byte*>& objects, const std::vector<std::uint64_t>& values,
+using ExampleField = std::uint64_t TorchAccess::Example::*;
+
+// The offset of the one word that holds `field` in the object at `base` of every example; 0 if there is no such word.
+std::size_t common_offset(const std::vector<TorchAccess::Example>& examples, ExampleField base, ExampleField field,
                           std::size_t size) {
   for (std::size_t offset = sizeof(void*); offset + sizeof(void*) <= size; offset += sizeof(void*)) {
-    bool all = !objects.empty();
-    for (std::size_t k = 0; all && k < objects.size(); ++k)
-      all = std::memcmp(objects[k] + offset, &values[k], sizeof(void*)) == 0;
-    if (all) return offset;
+    const auto holds = [&](const TorchAccess::Example& e) {
+      return std::memcmp(reinterpret_cast<const std::byte*>(e.*base) + offset, &(e.*field), sizeof(void*)) == 0;
+    };
+    if (std::all_of(examples.begin(), examples.end(), holds)) return offset;
   }
   return 0;
 }
+
+template <typename T>
+T word_at(const void* object, std::size_t offset) noexcept {
+  T value;
+  static_assert(sizeof(T) == sizeof(void*));
+  std::memcpy(&value, static_cast<const std::byte*>(object) + offset, sizeof(T));
+  return value;
+}
 }  // namespace
 
-void TorchAccess::learn_layout(const py::list& objects, const std::vector<std::uint64_t>& implementations,
-                               const std::vector<std::uint64_t>& storages) {
-  implementation_offset_ = storage_offset_ = 0;
-  if (implementations.size() != objects.size() || storages.size() != objects.size()) return;
-  std::vector<const std::byte*> at;
-  std::size_t size = 128;
-  for (const auto& object : objects) {
-    at.push_back(reinterpret_cast<const std::byte*>(object.ptr()));
-    size = std::min(size, static_cast<std::size_t>(Py_TYPE(object.ptr())->tp_basicsize));
+bool TorchAccess::learn_layout(const std::vector<Example>& examples, std::uint64_t plain_keys) {
+  layout_ = {};
+  plain_keys_ = plain_keys;
+  // Two equal values would let a wrong place pass for the right one.
+  const auto varies = [&](ExampleField field) {
+    return std::any_of(examples.begin(), examples.end(), [&](const Example& e) {
+      return std::any_of(examples.begin(), examples.end(),
+                         [&](const Example& other) { return e.*field != other.*field; });
+    });
+  };
+  for (const ExampleField field :
+       {&Example::implementation, &Example::storage, &Example::keys, &Example::memory, &Example::nbytes}) {
+    if (!varies(field)) return false;
   }
-  implementation_offset_ = common_offset(at, implementations, size);
-  if (implementation_offset_ == 0) return;
-  at.clear();
-  for (const auto address : implementations) at.push_back(reinterpret_cast<const std::byte*>(address));
-  storage_offset_ = common_offset(at, storages, 64);  // an implementation is larger than that in every torch
+  // No further than these objects reach in every torch: 16 bytes of PyObject and some more, 192 bytes, 64 bytes.
+  Layout found;
+  std::size_t size = 128;
+  for (const Example& e : examples) {
+    const auto* const object = reinterpret_cast<const PyObject*>(e.object);
+    size = std::min(size, static_cast<std::size_t>(Py_TYPE(object)->tp_basicsize));
+  }
+  found.implementation = common_offset(examples, &Example::object, &Example::implementation, size);
+  found.storage = common_offset(examples, &Example::implementation, &Example::storage, 64);
+  found.keys = common_offset(examples, &Example::implementation, &Example::keys, 192);
+  found.memory = common_offset(examples, &Example::storage, &Example::memory, 64);
+  found.nbytes = common_offset(examples, &Example::storage, &Example::nbytes, 64);
+  if (found.implementation != 0 && found.storage != 0 && found.keys != 0 && found.memory != 0 && found.nbytes != 0) {
+    layout_ = found;
+  }
+  return layout_.implementation != 0;
+}
+
+TorchAccess::Inside TorchAccess::look_inside(PyObject* object) const noexcept {
+  const void* const implementation = word_at<const void*>(object, layout_.implementation);
+  const void* const storage = word_at<const void*>(implementation, layout_.storage);
+  return {word_at<std::uint64_t>(implementation, layout_.keys), word_at<const std::byte*>(storage, layout_.memory),
+          word_at<std::int64_t>(storage, layout_.nbytes)};
 }
 
 void TorchAccess::prefetch(PyObject* const* objects, std::size_t i, std::size_t n) const noexcept {
   // Three steps of a pointer chase, each far enough ahead of the next.
   if (i + 24 < n) __builtin_prefetch(objects[i + 24]);
-  if (implementation_offset_ == 0) return;
+  if (layout_.implementation == 0) return;
   const auto implementation = [&](std::size_t k) -> const char* {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(objects[k]));
     if (std::find(plain_types_.begin(), plain_types_.end(), type) == plain_types_.end()) return nullptr;
-    const char* pointer = nullptr;
-    std::memcpy(&pointer, reinterpret_cast<const char*>(objects[k]) + implementation_offset_, sizeof(pointer));
-    return pointer;
+    return word_at<const char*>(objects[k], layout_.implementation);
   };
   if (i + 16 < n) {
     if (const char* const p = implementation(i + 16)) {
       for (int line = 0; line < 4; ++line) __builtin_prefetch(p + line * 64);
     }
   }
-  if (storage_offset_ != 0 && i + 8 < n) {
+  if (i + 8 < n) {
     if (const char* const p = implementation(i + 8)) {
-      const char* storage = nullptr;
-      std::memcpy(&storage, p + storage_offset_, sizeof(storage));
+      const char* const storage = word_at<const char*>(p, layout_.storage);
       __builtin_prefetch(storage);
       __builtin_prefetch(storage + 64);
     }
@@ -191,7 +208,7 @@ void TorchAccess::learn_dtype(const py::handle& example, const std::string& name
   PyObject* const dtype = PyObject_GetAttr(example.ptr(), dtype_name());
   if (dtype == nullptr) throw py::error_already_set();
   const auto [it, inserted] =
-      dtypes_.try_emplace(dtype_key(t.dtype), DtypeEntry{KeptText(name), itemsize, t.dtype.code == kDlComplex, dtype, false});
+      dtypes_.try_emplace(dtype_key(t.dtype), DtypeEntry{KeptText(name), itemsize, dtype, false});
   if (!inserted) {
     it->second.ambiguous = true;
     Py_DECREF(dtype);
@@ -225,7 +242,7 @@ std::uint64_t next_layout_stamp() {
 }  // namespace
 
 bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorView& view, int& device) const {
-  if (exchange_ == nullptr) return false;
+  if (!usable()) return false;
   PyObject* const o = object.ptr();
   if (std::find(plain_types_.begin(), plain_types_.end(), reinterpret_cast<PyObject*>(Py_TYPE(o))) ==
       plain_types_.end()) {
@@ -236,11 +253,12 @@ bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorVie
     PyErr_Clear();
     return false;
   }
-  if (!knows_device(t.device)) return false;
+  if (!knows_device(t.device) || static_cast<std::size_t>(t.ndim) > kMaxDims) return false;
   device = ordinal_of(t.device);
   const DtypeEntry* const dtype = find_dtype(dtype_key(t.dtype), o);
   if (dtype == nullptr) return false;
-  if (calls_true(o, is_neg_name()) || (dtype->complex && calls_true(o, is_conj_name()))) return false;
+  const Inside inside = look_inside(o);
+  if ((inside.keys & ~plain_keys_) != 0) return false;
   meta.dtype = dtype->name;
   meta.itemsize = dtype->itemsize;
   meta.shape.assign(t.shape, t.shape + t.ndim);
@@ -257,9 +275,21 @@ bool TorchAccess::describe(const py::handle& object, TensorMeta& meta, TensorVie
     for (std::int32_t d = 0; d < t.ndim; ++d) {
       view.strides[static_cast<std::size_t>(d)] = t.strides[d] * static_cast<std::int64_t>(meta.itemsize);
     }
-    normalize(view);
+    try {
+      normalize(view);
+    } catch (const InvalidArgument&) {
+      return false;  // Python says of which tensor
+    }
   }
-  return true;
+  const ByteRange touched = touched_range(view);
+  return inside.holds(view.data + touched.low, view.data + touched.high);
+}
+
+std::uint64_t dlpack_flags(const py::handle& capsule) {
+  constexpr char kName[] = "dltensor_versioned";
+  if (PyCapsule_IsValid(capsule.ptr(), kName) == 0) return 0;
+  const auto* const managed = static_cast<const DlManagedVersioned*>(PyCapsule_GetPointer(capsule.ptr(), kName));
+  return managed->major == 1 ? managed->flags : 0;
 }
 
 TensorTable::~TensorTable() { clear(); }
@@ -293,17 +323,18 @@ void TensorTable::set_identity(std::size_t index, PyObject* object) {
   }
 }
 
-void TensorTable::remember_short_form(std::size_t index, PyObject* object) {
+void TensorTable::remember_form(std::size_t index, PyObject* object) {
   Identity& id = identities_[index];
   const TensorView& view = views_[index];
   DlTensor t{};
   id.ndim = -1;
+  id.keys = TorchAccess::get().look_inside(object).keys;
   if (!view.contiguous || view.nbytes == 0 || TorchAccess::get().exchange_(object, &t) != 0 || t.ndim > kShortDims)
     return;
   id.data = view.data;
+  id.end = view.data + view.nbytes;
   id.device = devices_[index];
   id.dtype_key = dtype_key(t.dtype);
-  id.complex = t.dtype.code == kDlComplex;
   const auto entry = TorchAccess::get().dtypes_.find(id.dtype_key);
   id.ambiguous = entry == TorchAccess::get().dtypes_.end() || entry->second.ambiguous;
   std::copy(t.shape, t.shape + t.ndim, id.shape);
@@ -314,12 +345,15 @@ void TensorTable::remember_short_form(std::size_t index, PyObject* object) {
 bool TensorTable::unchanged(std::size_t index, PyObject* object) {
   const TorchAccess& torch = TorchAccess::get();
   Identity& id = identities_[index];
-  if (torch.exchange_ == nullptr || id.object != object || PyWeakref_GetObject(id.weak) != object) return false;
+  if (!torch.usable() || id.object != object || PyWeakref_GetObject(id.weak) != object) return false;
   DlTensor t{};
   if (torch.exchange_(object, &t) != 0) {
     PyErr_Clear();
     return false;
   }
+  // Lazy conjugation and its like change no address, and a storage may shrink in place.
+  const TorchAccess::Inside inside = torch.look_inside(object);
+  if (inside.keys != id.keys) return false;
   if (id.ndim >= 0) {  // the common case: contiguous, few dimensions
     if (t.ndim != id.ndim || static_cast<std::byte*>(t.data) + t.byte_offset != id.data ||
         dtype_key(t.dtype) != id.dtype_key || !std::equal(id.shape, id.shape + id.ndim, t.shape) ||
@@ -327,8 +361,7 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
       return false;
     }
     if (id.ambiguous && torch.find_dtype(id.dtype_key, object) == nullptr) return false;
-    // Conjugation is lazy and changes no address.
-    return !id.complex || !(calls_true(object, is_conj_name()) || calls_true(object, is_neg_name()));
+    return inside.holds(id.data, id.end);
   }
   const TensorMeta& meta = metas_[index];
   const TensorView& view = views_[index];
@@ -344,11 +377,11 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
                       : t.strides == nullptr || !std::equal(strides.begin(), strides.end(), t.strides)) {
     return false;
   }
-  // Conjugation is lazy and changes no address.
-  if (dtype->complex && (calls_true(object, is_conj_name()) || calls_true(object, is_neg_name()))) return false;
   auto* const data = static_cast<std::byte*>(t.data) + t.byte_offset;
   // Other memory under the same object (x.data = y): everything about it is looked at anew.
-  return data == view.data;
+  if (data != view.data) return false;
+  const ByteRange touched = touched_range(view);
+  return inside.holds(data + touched.low, data + touched.high);
 }
 
 void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& view, int device) {
@@ -360,6 +393,11 @@ void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& vie
     meta.name = std::move(old.name);
     meta.tie = Tie{};
     old = std::move(meta);
+    try {
+      validate(old);
+    } catch (const InvalidArgument& why) {
+      refuse(old, why, true);
+    }
   }
   auto& strides = element_strides_[index];
   strides.clear();
@@ -371,6 +409,11 @@ void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& vie
   checked_ = false;
 }
 
+void TensorTable::refuse(const TensorMeta& meta, const InvalidArgument& why, bool named) const {
+  const std::string tensor = named ? std::string() : concat("tensor '", shown_name(meta.name), "': ");
+  throw InvalidArgument(concat("rank ", rank_, ": ", tensor, why.message()), rank_);
+}
+
 py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
   const std::size_t n = names.size();
   changed_ = false;
@@ -378,9 +421,8 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
   for (std::size_t i = 0; same_names && i < n; ++i) {
     PyObject* const name = PyList_GET_ITEM(names.ptr(), static_cast<Py_ssize_t>(i));
     if (name == names_[i]) continue;
-    const int equal = PyUnicode_Check(name) ? PyObject_RichCompareBool(name, names_[i], Py_EQ) : 0;
-    if (equal < 0) throw py::error_already_set();
-    same_names = equal == 1;
+    // The text itself: a subclass of str may compare as it likes.
+    same_names = PyUnicode_Check(name) && PyUnicode_Compare(name, names_[i]) == 0;
   }
   if (!same_names) {
     clear();
@@ -402,13 +444,20 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
                    ", not a valid str (UTF-8 without lone surrogates)"),
             rank_);
       }
+      if (static_cast<std::size_t>(length) > kMaxNameBytes) {
+        const std::string shown = shown_name({text, static_cast<std::size_t>(length)});
+        clear();
+        throw InvalidArgument(concat("rank ", rank_, ": the name of tensor number ", i, " is longer than ",
+                                     kMaxNameBytes, " bytes: '", shown, "'"),
+                              rank_);
+      }
       metas_[i].name.assign(text, static_cast<std::size_t>(length));
       Py_INCREF(name);
       names_.push_back(name);
     }
     for (std::size_t i = 0; i < n; ++i) {
       if (!index_.try_emplace(metas_[i].name, static_cast<std::uint32_t>(i)).second) {
-        const std::string duplicate(metas_[i].name);
+        const std::string duplicate = shown_name(metas_[i].name);
         clear();
         throw InvalidArgument(
             concat("rank ", rank_, ": tensor name '", duplicate, "' comes twice; names must be unique"), rank_);
@@ -437,7 +486,7 @@ py::list TensorTable::refresh(const py::list& names, const py::list& objects) {
         }
       }
       set_identity(i, object);
-      remember_short_form(i, object);
+      remember_form(i, object);
     } else {
       identities_[i].object = nullptr;
       slow.append(i);
@@ -470,7 +519,11 @@ void TensorTable::describe(std::size_t index, const std::string& dtype, const st
     view.strides = byte_strides.cast<std::vector<std::int64_t>>();
     if (view.strides.size() != shape.size()) throw InternalError("strides and shape differ in length");
     for (const auto s : view.strides) strides.push_back(s / static_cast<std::int64_t>(itemsize));
-    normalize(view);
+    try {
+      normalize(view);
+    } catch (const InvalidArgument& why) {
+      refuse(metas_[index], why, false);
+    }
   }
   install(index, std::move(meta), std::move(view), device);
   element_strides_[index] = std::move(strides);
@@ -484,10 +537,11 @@ int TensorTable::device() {
     if (views_[i].nbytes == 0) continue;  // no bytes, no place
     if (!first) first = i;
     if (devices_[i] == devices_[*first]) continue;
-    throw InvalidArgument(concat("rank ", rank_, ": tensor '", metas_[i].name, "' is on ", place(devices_[i]), ", tensor '",
-                                 metas_[*first].name, "' on ", place(devices_[*first]),
-                                 "; the tensors of one sync must be on one device: move them, or sync them apart"),
-                          rank_);
+    throw InvalidArgument(
+        concat("rank ", rank_, ": tensor '", shown_name(metas_[i].name), "' is on ", place(devices_[i]), ", tensor '",
+               shown_name(metas_[*first].name), "' on ", place(devices_[*first]),
+               "; the tensors of one sync must be on one device: move them, or sync them apart"),
+        rank_);
   }
   device_ = first ? devices_[*first] : -1;
   return *device_;
@@ -538,16 +592,27 @@ void TensorTable::find_ties() {
   if (!moved_) return;
   std::vector<Tie> ties(metas_.size());
   const auto ranges = sorted_ranges(views_);
+  // Names that share memory but read it differently (one of them flips its sign bits) send different bytes for it: they
+  // are in groups of their own, as destinations that share memory could not hold both.
+  using Reading = std::tuple<std::uint8_t, std::uint8_t, std::string_view, std::uint64_t>;
+  const auto reading = [&](std::uint32_t t) -> Reading {
+    const TensorView& view = views_[t];
+    if (view.flip_real == 0 && view.flip_imag == 0) return {};
+    return {view.flip_real, view.flip_imag, metas_[t].dtype,
+            reinterpret_cast<std::uint64_t>(view.data) % view.itemsize};
+  };
   std::uint32_t groups = 0;
   for (std::size_t i = 0; i < ranges.size();) {
     std::uint64_t high = ranges[i].high;
     std::size_t end = i + 1;
     while (end < ranges.size() && ranges[end].low < high) high = std::max(high, ranges[end++].high);
     if (end - i > 1) {
-      ++groups;
+      std::map<Reading, std::uint32_t> group_of;
       for (std::size_t k = i; k < end; ++k) {
         const std::uint32_t t = ranges[k].index;
-        ties[t].group = groups;
+        const auto [group, inserted] = group_of.try_emplace(reading(t), groups + 1);
+        if (inserted) ++groups;
+        ties[t].group = group->second;
         ties[t].byte_offset = reinterpret_cast<std::uint64_t>(views_[t].data) - ranges[i].low;
         ties[t].strides = comparable_strides(element_strides_[t], metas_[t].shape);
       }
@@ -574,7 +639,13 @@ void TensorTable::find_ties() {
 Manifest TensorTable::manifest() const {
   Manifest out;
   out.reserve(metas_.size());
-  for (const TensorMeta& meta : metas_) out.append(meta);
+  for (const TensorMeta& meta : metas_) {
+    try {
+      out.append(meta);
+    } catch (const InvalidArgument& why) {
+      refuse(meta, why, true);
+    }
+  }
   return out;
 }
 
@@ -641,7 +712,7 @@ void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t 
     const TensorMeta& mine = table_.meta(it->second);
     if (mine.dtype != sent.dtype || mine.shape != sent.shape) {
       throw ManifestMismatch(
-          concat("rank ", table_.rank(), ": tensor '", sent.name, "': the source sends ", describe(sent),
+          concat("rank ", table_.rank(), ": tensor '", shown_name(sent.name), "': the source sends ", describe(sent),
                  ", the destination is ", describe(mine), "; ", mine.dtype != sent.dtype ? "dtypes" : "shapes",
                  " must be equal (nothing is cast or reshaped)"),
           table_.rank());
@@ -653,7 +724,8 @@ void TableBinder::bind(const Manifest& manifest, std::size_t first, std::size_t 
   if (streaming_ && !table_.overlaps().empty()) {
     const auto [a, b] = table_.overlaps().front();
     throw InvalidArgument(
-        concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '", table_.meta(b).name,
+        concat("rank ", table_.rank(), ": destinations '", shown_name(table_.meta(a).name), "' and '",
+               shown_name(table_.meta(b).name),
                "' share memory; with a generator as the source nothing says that they may: pass a mapping "
                "at the source, or separate tensors here"),
         table_.rank());
@@ -708,7 +780,8 @@ void TableBinder::check_sharing(const Manifest& manifest) const {
       }
     }
     throw InvalidArgument(
-        concat("rank ", table_.rank(), ": destinations '", table_.meta(a).name, "' and '", table_.meta(b).name,
+        concat("rank ", table_.rank(), ": destinations '", shown_name(table_.meta(a).name), "' and '",
+               shown_name(table_.meta(b).name),
                "' share memory, but the source's tensors of these names do not share it in the same way; "
                "one would overwrite the other: give them separate memory, or tie them on both sides"),
         table_.rank());

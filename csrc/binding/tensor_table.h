@@ -1,8 +1,9 @@
 // The caller's tensors, described once and looked at again on every sync.
 //
 // A TensorTable remembers, per name, where a tensor's bytes are and what they mean. refresh() compares the tensors of a
-// new call with what it remembers: through torch's DLPack exchange function (no per-tensor Python), and by an object's
-// identity where that is enough. Only what is new, changed or unusual is handed back to Python to be described there.
+// new call with what it remembers: through torch's DLPack exchange function (no per-tensor Python), by an object's
+// identity where that is enough, and by what the exchange function leaves out: lazy bits, and the end of the memory.
+// Only what is new, changed or unusual is handed back to Python to be described there.
 //
 // Ownership: no reference to a tensor is kept, only weak ones: a caller that drops its weights after a sync frees them.
 // Threads: the interpreter lock must be held, except for views(), bind() and finish().
@@ -33,10 +34,18 @@ class TorchAccess {
   static TorchAccess& get();
   // `exchange`: the capsule torch.Tensor.__dlpack_c_exchange_api__, or None when this torch has none.
   void configure(const py::object& exchange, const py::tuple& plain_types);
-  // Learns where a tensor object keeps what the exchange function reads (its implementation, and that one's storage),
-  // from examples and the addresses that torch itself gives for them. Only ever used to prefetch.
-  void learn_layout(const py::list& objects, const std::vector<std::uint64_t>& implementations,
-                    const std::vector<std::uint64_t>& storages);
+  // A tensor, and what torch itself says about it.
+  struct Example {
+    std::uint64_t object;          // address
+    std::uint64_t implementation;  // address
+    std::uint64_t storage;         // address
+    std::uint64_t keys;            // dispatch keys: lazy conjugation, functional wrappers and the like show there
+    std::uint64_t memory;          // first address of the storage's memory
+    std::uint64_t nbytes;          // of the storage
+  };
+  // Learns from examples where a tensor object keeps those; a tensor whose keys are not all among `plain_keys` is left
+  // to Python. False: no such places (in a future torch, say), and everything is left to Python.
+  bool learn_layout(const std::vector<Example>& examples, std::uint64_t plain_keys);
   // Asks for the memory behind objects[i + ...], which lies scattered over the heap, before it is needed.
   void prefetch(PyObject* const* objects, std::size_t i, std::size_t n) const noexcept;
   // Learns which DLPack dtype stands for torch's `name`, from an example. Several of torch's dtypes may look the same
@@ -50,18 +59,42 @@ class TorchAccess {
   struct DtypeEntry {
     KeptText name;
     std::uint32_t itemsize = 0;
-    bool complex = false;
     PyObject* object = nullptr;  // torch's dtype; kept alive for ever, as torch does
     bool ambiguous = false;      // then ask the tensor for its dtype
   };
+  // Byte offsets inside torch's objects.
+  struct Layout {
+    std::size_t implementation = 0;  // in the Python object; 0: the layout is not known
+    std::size_t storage = 0;         // in the implementation
+    std::size_t keys = 0;            // in the implementation
+    std::size_t memory = 0;          // in the storage
+    std::size_t nbytes = 0;          // in the storage
+  };
+  // What the exchange function leaves out, for an object of a plain type.
+  struct Inside {
+    std::uint64_t keys;
+    const std::byte* memory;
+    std::int64_t nbytes;  // negative or absurd where torch does not know
+    // A storage may have been shrunk or emptied since the tensor was made.
+    [[nodiscard]] bool holds(const std::byte* low, const std::byte* high) const noexcept {
+      return low == high || (memory != nullptr && memory <= low && high - memory <= nbytes);
+    }
+  };
+  [[nodiscard]] bool usable() const noexcept { return exchange_ != nullptr && layout_.implementation != 0; }
+  [[nodiscard]] Inside look_inside(PyObject* object) const noexcept;
   [[nodiscard]] const DtypeEntry* find_dtype(std::uint32_t key, PyObject* object) const;
   int (*exchange_)(void*, void*) = nullptr;
   std::vector<PyObject*> plain_types_;  // kept alive for ever: they are torch's classes
   std::unordered_map<std::uint32_t, DtypeEntry> dtypes_;
-  std::size_t implementation_offset_ = 0;  // 0: not known
-  std::size_t storage_offset_ = 0;
+  Layout layout_;
+  std::uint64_t plain_keys_ = 0;
   friend class TensorTable;
 };
+
+// The flags of a fresh DLPack capsule; none where it is of the kind that has none.
+inline constexpr std::uint64_t kDlpackReadOnly = 1;
+inline constexpr std::uint64_t kDlpackCopied = 2;
+[[nodiscard]] std::uint64_t dlpack_flags(const py::handle& capsule);
 
 class TensorTable {
  public:
@@ -82,7 +115,7 @@ class TensorTable {
   // Something that goes into the manifest (a name, dtype, shape or tie) changed in the last refresh().
   [[nodiscard]] bool changed() const noexcept { return changed_; }
 
-  // Source: finds names that share memory, and the manifest of it all. Throws InvalidArgument.
+  // Source: finds names that share memory (and read it alike), and the manifest of it all. Throws InvalidArgument.
   void find_ties();
   [[nodiscard]] Manifest manifest() const;
   [[nodiscard]] std::span<const TensorView> views() const noexcept { return views_; }
@@ -125,17 +158,20 @@ class TensorTable {
     PyObject* object = nullptr;  // borrowed: compared, never followed unless `weak` is alive
     PyObject* weak = nullptr;    // owned weak reference
     const std::byte* data = nullptr;
+    const std::byte* end = nullptr;
+    std::uint64_t keys = 0;
     std::uint32_t dtype_key = 0;
     std::int32_t ndim = -1;  // -1: has strides or many dimensions; the long comparison decides
-    bool complex = false;
     bool ambiguous = false;  // the dtype_key alone does not say
     std::int16_t device = -1;
     std::int64_t shape[kShortDims] = {};
   };
   void set_identity(std::size_t index, PyObject* object);
-  void remember_short_form(std::size_t index, PyObject* object);
+  void remember_form(std::size_t index, PyObject* object);
   [[nodiscard]] bool unchanged(std::size_t index, PyObject* object);
   void install(std::size_t index, TensorMeta&& meta, TensorView&& view, int device);
+  // Throws InvalidArgument naming the rank and, where `why` does not, the tensor.
+  [[noreturn]] void refuse(const TensorMeta& meta, const InvalidArgument& why, bool named) const;
 
   int rank_;
   std::vector<PyObject*> names_;  // owned; compared by identity first

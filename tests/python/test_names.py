@@ -289,3 +289,100 @@ def test_container_is_read_once_at_each_call(rank: Rank) -> None:
             sync.broadcast(container) if rank.index == 0 else sync.receive(into=container)
             assert container.walks == calls
     assert_same({name: container[name] for name in sent}, sent)
+
+
+@pytest.mark.parametrize("length", [65_537, 3 << 20, 9 << 20])
+@pytest.mark.parametrize("strict", [True, False])
+@spmd(2)
+def test_destinations_name_that_is_too_long_is_refused_on_its_rank(rank: Rank, length: int, strict: bool) -> None:
+    sent = {"a": torch.ones(2)}
+    into = poisoned_like({"a": sent["a"], "too-long" + "x" * (length - 8): torch.ones(2)})
+    refused(rank, sent, into, blame=1, names="too-long", strict=strict)
+
+
+@spmd(2)
+def test_many_long_names_that_are_not_sent_are_reported(rank: Rank) -> None:
+    missing = [f"{i:03}" + "x" * 65_533 for i in range(40)]
+    into = {name: torch.zeros(2) for name in ["a", *missing]}
+    with session(strict=False) as sync:
+        report = sync.broadcast({"a": torch.ones(2)}) if rank.index == 0 else sync.receive(into=into)
+        assert report.missing == missing
+
+
+@spmd(3)
+def test_missing_names_are_reported_receiver_by_receiver_in_their_own_order(rank: Rank) -> None:
+    into = {1: ["q", "a", "p", "both", "z"], 2: ["m", "both", "q", "b"]}
+    with session(strict=False) as sync:
+        for _ in range(6):  # whoever is done first
+            if rank.index == 0:
+                report = sync.broadcast({"z": torch.ones(2)})
+                assert report.missing == ["q", "a", "p", "both", "m", "b"]
+            else:
+                sync.receive(into={name: torch.zeros(2) for name in into[rank.index]})
+
+
+@pytest.mark.parametrize("what", ["shape", "names", "duplicate", "refused"])
+@spmd(2)
+def test_message_about_a_name_with_a_null_character_is_whole(rank: Rank, what: str) -> None:
+    sent: Any = {"a\x00b": torch.ones(3)}
+    into: Any = {"a\x00b": torch.zeros(3)}
+    blame, words = 1, ["a\\x00b"]
+    if what == "shape":
+        into, words = {"a\x00b": torch.zeros(4)}, [*words, "must be equal"]
+    elif what == "names":
+        into, words = {"c\x00d": torch.zeros(3)}, [*words, "c\\x00d", "compared exactly"]
+    elif what == "duplicate":
+        sent, blame, words = [*sent.items()] * 2, 0, [*words, "unique"]
+    else:
+        sent, blame, words = {"a\x00b": None}, 0, [*words, "not a tensor"]
+    with session() as sync:
+        with raises("InvalidArgument", "ManifestMismatch", rank=blame, mentions=[f"rank {blame}", *words]):
+            sync.broadcast(sent) if rank.index == 0 else sync.receive(into=into)
+        good_sync(rank, sync)
+
+
+@spmd(2)
+def test_null_character_does_not_end_what_a_peer_says(rank: Rank) -> None:
+    def load(batch: object) -> None:
+        raise ValueError("before\x00after")
+
+    with session() as sync:
+        with raises("PeerFailed" if rank.index == 0 else "ValueError", mentions=["before\x00after"]):
+            sync.broadcast({"a": torch.ones(3)}) if rank.index == 0 else sync.receive(load=load)
+        good_sync(rank, sync)
+
+
+@pytest.mark.parametrize("name", ["twice", "long" + "x" * 65_536, "bad\ud800"])
+@spmd(2)
+def test_bad_name_of_a_generator_is_an_error_with_rank_and_name(rank: Rank, name: str) -> None:
+    items = [("twice", torch.ones(2)), (name, torch.ones(3))]
+    with session() as sync:
+        for _ in range(2):
+            with raises(
+                "InvalidArgument" if rank.index == 0 else "ManifestMismatch", rank=0, mentions=["rank 0", name[:3]]
+            ):
+                sync.broadcast(iter(items)) if rank.index == 0 else sync.receive(load=lambda batch: None)
+        good_sync(rank, sync)
+
+
+class AnyName(str):
+    """A name that takes itself for every other."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
+@spmd(2)
+def test_names_are_told_apart_by_their_text_alone(rank: Rank) -> None:
+    with session() as sync:
+        for name in ("p", "q", "r"):
+            got: list[str] = []
+            if rank.index == 0:
+                sync.broadcast({AnyName(name): torch.ones(2)})
+            else:
+                sync.receive(load=lambda batch, got=got: got.extend(name for name, _ in batch))
+                assert got == [name]

@@ -35,6 +35,32 @@ def fake() -> torch.Tensor:
         return torch.empty(2, 3)
 
 
+def resized(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The tensor, after its storage was given another size behind its back."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def batched() -> torch.Tensor:
+    """A tensor of a vmap that is over: it has no storage."""
+    seen: list[torch.Tensor] = []
+
+    def look(item: torch.Tensor) -> torch.Tensor:
+        seen.append(item)
+        return item
+
+    torch.vmap(look)(torch.ones(2, 3))
+    return seen[0]
+
+
+class Refusing(torch.Tensor):
+    """A subclass that lets no function at it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise KeyError("no function here")
+
+
 UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.empty(2, 3, device="meta"),
     "sparse_coo": lambda: torch.eye(3).to_sparse(),
@@ -49,6 +75,19 @@ UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "float": lambda: 1.5,
     "list": lambda: [1.0, 2.0],
     "text": lambda: "weights",
+    "class": lambda: torch.Tensor,
+    "zeros": lambda: torch._efficientzerotensor((2, 3)),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(2, 3)),
+    "batched": batched,
+    "emptied": lambda: resized(torch.ones(2, 3), 0),
+    "emptied_view": lambda: resized(torch.ones(4, 3)[2:], 0),
+    "shrunk": lambda: resized(torch.ones(2, 3), 23),
+    "shrunk_view": lambda: resized(torch.ones(4, 3)[2:], 24),
+    "shrunk_strided": lambda: resized(torch.ones(2, 6)[:, ::2], 40),
+    "raising": lambda: torch.ones(2, 3).as_subclass(Refusing),
+    "many_dims": lambda: torch.ones([1] * 65),
+    "many_dims_strided": lambda: torch.ones(2, 3).t().reshape([1] * 66 + [3, 2]).transpose(66, 67),
+    "huge": lambda: torch.ones(1).expand(2**40, 2**21),
 }
 WORDS = {
     "meta": "meta",
@@ -62,6 +101,12 @@ WORDS = {
     "float": "float",
     "list": "list",
     "text": "str",
+    "class": "class",
+    "functional": "functional",
+    "emptied": "no memory",
+    "shrunk": "23 bytes",
+    "raising": "KeyError",
+    "many_dims": "65 dimensions",
 }
 
 
@@ -83,7 +128,70 @@ def test_unsupported_destination_is_refused_by_name(rank: Rank, kind: str) -> No
     into: dict[str, Any] = poisoned_like(sent)
     if rank.index == 1:
         into["the.odd.one"] = odd
-    refused(rank, sent, into, blame=1, names="the.odd.one")
+    plain = {name: tensor for name, tensor in into.items() if name != "the.odd.one"}
+    refused(rank, sent, into, blame=1, names="the.odd.one", watch=plain)
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+@spmd(2)
+def test_unsupported_item_of_a_generator_is_refused_by_name(rank: Rank, kind: str) -> None:
+    odd = UNSUPPORTED[kind]()
+    with session() as sync:
+        for _ in range(2):
+            with raises("InvalidArgument" if rank.index == 0 else "ManifestMismatch", rank=0, mentions=["the.odd.one"]):
+                if rank.index == 0:
+                    sync.broadcast(iter([("first", torch.ones(4)), ("the.odd.one", odd)]))
+                else:
+                    sync.receive(load=lambda batch: None)
+        good_sync(rank, sync)
+
+
+@spmd(2)
+def test_cause_of_a_refusal_is_what_the_tensor_raised(rank: Rank) -> None:
+    if rank.index == 0:
+        with session() as sync, raises("InvalidArgument", rank=0, mentions=["odd", "no function here"]) as caught:
+            sync.broadcast({"odd": torch.ones(3).as_subclass(Refusing)})
+        assert isinstance(caught.error.__cause__, KeyError)
+    else:
+        with session() as sync, raises("ManifestMismatch", rank=0):
+            sync.receive(load=lambda batch: None)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda base: base,
+    "end": lambda base: base[60:],
+    "strided": lambda base: base[::3],
+    "transposed": lambda base: base.view(25, 4).t(),
+}
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@pytest.mark.parametrize("left", [0, 16, 396])
+@pytest.mark.parametrize("view", VIEWS)
+@spmd(2)
+def test_storage_that_shrinks_between_two_syncs_is_refused_then(rank: Rank, view: str, left: int, side: str) -> None:
+    base = torch.full((100,), float(rank.index))  # not poisoned: what NumPy has seen cannot be resized
+    params = {"first": poisoned((8,), torch.float32), "shrinks": VIEWS[view](base)}
+    blame = 0 if side == "source" else 1
+    with session() as sync:
+        for _ in range(2):
+            sync.broadcast(params) if rank.index == 0 else sync.receive(into=params)
+        if rank.index == blame:
+            resized(base, left)
+        if rank.index == 0:
+            params["first"].fill_(1)
+        for _ in range(2):
+            with raises(
+                "InvalidArgument" if rank.index == blame else "ManifestMismatch", rank=blame, mentions=["shrinks"]
+            ):
+                sync.broadcast(params) if rank.index == 0 else sync.receive(into=params)
+        assert rank.index == 0 or untouched({"first": params["first"]})
+        if rank.index == blame:
+            resized(base, 400)
+        if rank.index == 0:
+            base.copy_(torch.arange(100.0))
+        sync.broadcast(params) if rank.index == 0 else sync.receive(into=params)
+        assert torch.equal(params["shrinks"], VIEWS[view](torch.arange(100.0)))
 
 
 @pytest.mark.parametrize("kind", WORDS)

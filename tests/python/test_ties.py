@@ -179,3 +179,57 @@ def test_tied_destinations_are_refused_when_the_source_is_a_generator(rank: Rank
 def test_empty_tensors_at_one_address_share_nothing(rank: Rank) -> None:
     empty = torch.empty(0)
     exchange(rank, {"a": torch.empty(0), "b": torch.empty(0)}, into={"a": empty, "b": empty})
+
+
+LAZY_PAIRS: dict[str, Callable[[torch.Tensor], Params]] = {
+    "conj": lambda z: {"a": z, "b": z.conj()},
+    "neg": lambda z: {"a": z, "b": torch._neg_view(z)},
+    "conj_and_neg": lambda z: {"a": z.conj(), "b": torch._neg_view(z)},
+    "part": lambda z: {"a": z.imag, "b": z.conj().imag},
+    "whole_and_part": lambda z: {"a": z.conj(), "b": z.imag},
+}
+
+
+@pytest.mark.parametrize("pair", LAZY_PAIRS)
+@each_transport
+@spmd(2)
+def test_names_that_read_shared_memory_differently_are_not_tied(rank: Rank, transport: str, pair: str) -> None:
+    base = random_tensor((6,), torch.complex64, 1)
+    sent = LAZY_PAIRS[pair](base)
+    exchange(rank, sent, {name: clone_exact(tensor) for name, tensor in sent.items()}, transport=transport)
+    landing = poisoned((6,), torch.complex64)
+    into = {"a": landing, "b": landing}
+    if pair == "part":
+        into = {"a": landing.imag, "b": landing.imag}
+    elif pair == "whole_and_part":
+        into = {"a": landing, "b": landing.imag}
+    refused(rank, sent, into, blame=1, names="'b'", transport=transport, watch={"landing": landing})
+
+
+@pytest.mark.parametrize("lazy", [torch.Tensor.conj, torch._neg_view], ids=["conj", "neg"])
+@spmd(2)
+def test_names_that_read_shared_memory_alike_are_tied(rank: Rank, lazy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    base = random_tensor((6,), torch.complex64, 1)
+    sent = {"a": lazy(base), "b": lazy(base)}
+    landing = torch.zeros(6, dtype=torch.complex64)
+    with session() as sync:
+        for _ in range(2):
+            sync.broadcast(sent) if rank.index == 0 else sync.receive(into={"a": landing, "b": landing})
+        assert rank.index == 0 or torch.equal(landing, lazy(base))
+
+
+@spmd(2)
+def test_tie_that_becomes_lazy_on_one_side_is_refused_then(rank: Rank) -> None:
+    base = random_tensor((6,), torch.complex64, 1)
+    landing = poisoned((6,), torch.complex64)
+    into = {"a": landing, "b": landing}
+    with session() as sync:
+        sent = {"a": base, "b": base}
+        for _ in range(2):
+            sync.broadcast(sent) if rank.index == 0 else sync.receive(into=into)
+        sent = {"a": base, "b": base.conj()}
+        landing.view(torch.uint8).fill_(0xA5)
+        with raises("InvalidArgument", "ManifestMismatch", rank=1, mentions=["'b'"]):
+            sync.broadcast(sent) if rank.index == 0 else sync.receive(into=into)
+        assert rank.index == 0 or untouched({"landing": landing})
+        good_sync(rank, sync)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.markers import each_mode, each_transport
-from support.ranks import Rank, spmd
+from support.ranks import Rank, raises, spmd
 from support.syncing import exchange, session
 from support.tensors import assert_same, assert_tensor, bytes_of, clone_exact, random_tensor, storage_bytes
 
@@ -228,3 +228,62 @@ def test_layout_may_change_between_syncs_of_one_plan(rank: Rank) -> None:
         for layout in layouts:
             mine = torch.empty(16, 32)[:, ::2] if layout is layouts[1] else torch.empty(16, 16)
             exchange(rank, {"w": values}, sync=sync, into={"w": mine})
+
+
+LAZY: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
+    "neg": lambda: (base((6,)), torch._neg_view(base((6,)))),
+    "neg_int": lambda: (torch.arange(6), torch._neg_view(torch.arange(6))),
+    "neg_bf16": lambda: (torch.ones(6, dtype=torch.bfloat16), torch._neg_view(torch.ones(6, dtype=torch.bfloat16))),
+    "neg_complex": lambda: (base((6,), torch.complex64), torch._neg_view(base((6,), torch.complex64))),
+    "conj": lambda: (base((6,), torch.complex64), base((6,), torch.complex64).conj()),
+    "imaginary_part": lambda: (base((6,), torch.complex64).imag, base((6,), torch.complex64).conj().imag),
+    "strided": lambda: (base((6, 2))[:, 1], torch._neg_view(base((6, 2)))[:, 1]),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@each_mode
+@spmd(2)
+def test_lazy_bits_that_come_and_go_under_one_object_are_seen(rank: Rank, mode: str, kind: str) -> None:
+    plain, lazy = LAZY[kind]()
+    assert lazy.is_neg() or lazy.is_conj()
+    tensor = torch.empty_like(plain)
+    with session() as sync:
+        for value in (plain, plain, lazy, lazy, plain, lazy):
+            tensor.data = value
+            exchange(rank, {"w": tensor}, {"w": want(value)}, sync=sync, mode=mode)
+
+
+@spmd(2)
+def test_lazy_bit_over_the_very_same_memory_is_seen(rank: Rank) -> None:
+    memory = torch.arange(1.0, 9.0)
+    tensor = torch.empty(0)
+    with session() as sync:
+        for value in (memory, torch._neg_view(memory), memory, torch._neg_view(memory)):
+            tensor.data = value
+            exchange(rank, {"w": tensor}, {"w": want(value)}, sync=sync)
+
+
+@pytest.mark.parametrize("kind", LAZY)
+@spmd(2)
+def test_destination_that_becomes_lazy_is_refused_then(rank: Rank, kind: str) -> None:
+    plain, lazy = LAZY[kind]()
+    mine = torch.empty_like(plain)
+    mine.data = plain.clone()
+    sent = {"w": clone_exact(plain)}
+    with session() as sync:
+        for _ in range(2):
+            exchange(rank, sent, sync=sync, into={"w": mine})
+        mine.data = lazy
+        with raises("InvalidArgument" if rank.index == 1 else "ManifestMismatch", rank=1, mentions=["'w'", "lazily"]):
+            sync.broadcast(sent) if rank.index == 0 else sync.receive(into={"w": mine})
+        mine.data = plain.clone()
+        exchange(rank, sent, sync=sync, into={"w": mine})
+
+
+@spmd(2)
+def test_copy_on_write_destination_does_not_write_to_its_twin(rank: Rank) -> None:
+    twin = torch.zeros(5)
+    mine = torch._lazy_clone(twin)
+    exchange(rank, {"w": torch.ones(5)}, into={"w": mine})
+    assert not twin.any()
