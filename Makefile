@@ -18,7 +18,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi')
 CMAKE_TESTS := -S . -DFASTSYNC_BUILD_TESTS=ON -DFASTSYNC_WERROR=ON
 
-.PHONY: help demo test test-cpp test-python bench lint format ptx sanitize wheel clean
+.PHONY: help demo test test-cpp test-python doubles bench lint format ptx sanitize wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,7 +46,17 @@ test-cpp: $(STAMPS)/build
 	cmake --build build/cpp
 	ctest --test-dir build/cpp --output-on-failure
 
-test-python: $(STAMPS)/package $(STAMPS)/demo $(STAMPS)/dev
+# The doubles of CUDA and NCCL, on which tests/python/device runs. They need the toolkit's cuda.h, and CMake's
+# configuration of the tests needs GoogleTest; without either the device tests are skipped, and pytest says so, too.
+doubles: $(STAMPS)/build
+	@if ! tools/need_debian.sh libgtest-dev; then \
+	  echo '*** The test doubles of CUDA and NCCL are NOT built: GoogleTest is missing, see above. ***'; \
+	elif cmake $(CMAKE_TESTS) -B build/cpp >/dev/null && \
+	  grep -q '^FASTSYNC_CUDA_H:PATH=.*NOTFOUND' build/cpp/CMakeCache.txt; then \
+	  echo '*** The test doubles of CUDA and NCCL are NOT built: no cuda.h. Device tests will be skipped. ***'; \
+	else cmake --build build/cpp --target fake_cuda fake_nccl; fi
+
+test-python: $(STAMPS)/package $(STAMPS)/demo $(STAMPS)/dev doubles
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(STAMPS)/package $(STAMPS)/dev

@@ -369,6 +369,27 @@ class DoubleMachine:
         nbytes = tensor.itemsize * math.prod(interface["shape"])
         return self.copy_out(interface["data"][0], nbytes, interface["stream"])
 
+    def copy_storage(self, to: DeviceArray, source: DeviceArray) -> None:
+        """Queues a copy of the whole storage on the source's stream."""
+        self._copy(to.base, source.base, source.view.storage_nbytes, source.stream)
+
+    def queue_copy(self, to: DeviceArray, tensor: Any) -> None:
+        """Queues a copy of a plain tensor that fastsync handed out, on the stream that it names."""
+        if isinstance(tensor, torch.Tensor):
+            self.copy_in(to.base, bytes_of(tensor), to.stream)
+        else:
+            interface = tensor.__cuda_array_interface__
+            self._copy(to.base, interface["data"][0], to.view.nbytes, interface["stream"])
+
+    def _copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        self.call(
+            "cuMemcpyDtoDAsync_v2",
+            ctypes.c_uint64(to),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(nbytes),
+            ctypes.c_void_p(stream),
+        )
+
     def is_mine(self, tensor: Any) -> bool:
         return not isinstance(tensor, torch.Tensor)
 
@@ -465,6 +486,12 @@ class TorchMachine:
 
     def value(self, tensor: torch.Tensor) -> bytes:
         return bytes_of(tensor.cpu())
+
+    def copy_storage(self, to: TorchArray, source: TorchArray) -> None:
+        to.storage.copy_(source.storage)
+
+    def queue_copy(self, to: TorchArray, tensor: torch.Tensor) -> None:
+        to.tensor.copy_(tensor, non_blocking=True)
 
     def is_mine(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device

@@ -281,7 +281,7 @@ def test_refused_memory_handles_are_not_needed_with_descriptors(pool: DevicePool
     per_rank(pool, *[{"FASTSYNC_FAKE_NO_IPC": "mem", "FASTSYNC_IPC": "vmm"}] * 3).run(syncs_on, [0, 0, 0], "ipc", "ipc")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_where_events_are_refused_the_hosts_order_the_buckets(pool: DevicePool, seed: int) -> None:
     settings = {"FASTSYNC_FAKE_NO_IPC": "event", "FASTSYNC_FAKE_SEED": seed, "FASTSYNC_FAKE_DELAY_US": 2000}
     group = per_rank(pool, settings, settings, settings)

@@ -222,29 +222,55 @@ def test_destinations_that_are_still_being_read_are_not_overwritten(rank: Rank, 
                 continue
             # An inference step that reads the old weights is queued; the sync must not come before it.
             party.machine.busy(0.003)
-            if machine == "double":
-                for item in items:
-                    party.machine.call(  # type: ignore[union-attr]
-                        "cuMemcpyDtoDAsync_v2",
-                        *_copy(copies.arrays[item.name], party.mine.arrays[item.name]),
-                    )
-            else:
-                for item in items:
-                    copies.arrays[item.name].storage.copy_(party.mine.arrays[item.name].storage)
+            for item in items:
+                party.machine.copy_storage(copies.arrays[item.name], party.mine.arrays[item.name])  # type: ignore[arg-type]
             sync.receive(into=party.mine.arguments())
             copies.check(step - 1)
             party.mine.check(step)
 
 
-def _copy(to: Any, source: Any) -> tuple[Any, ...]:
-    import ctypes
+# 44: memory given back while queued work still uses it. A loader queues its copies, and keeps nothing.
+@each_device_transport
+@pytest.mark.parametrize("elements", [200, 3000])
+@spmd(2)
+def test_loader_may_drop_its_tensors_with_their_copies_still_queued(rank: Rank, transport: str, elements: int) -> None:
+    items = plain_items(6, elements)
+    party = Party(rank, transport, items, mode="load")
+    copies: Any = None if party.is_source else Tensors(party.machine, items, "destination")
 
-    return (
-        ctypes.c_uint64(to.base),
-        ctypes.c_uint64(source.base),
-        ctypes.c_size_t(to.view.storage_nbytes),
-        ctypes.c_void_p(source.stream),
-    )
+    def queue(batch: list[tuple[str, Any]]) -> None:
+        party.machine.busy(0.002)
+        for name, tensor in batch:
+            party.machine.queue_copy(copies.arrays[name], tensor)  # type: ignore[union-attr]
+
+    with device_session(transport, bucket_bytes=1024) as sync:
+        for step in range(4):
+            if party.is_source:
+                party.sync(sync, step)
+            else:
+                copies.poison()
+                sync.receive(load=queue)
+                copies.check(step)
+
+
+# 44: the same where the loader fails while a tensor that spans buckets is being assembled.
+@each_device_transport
+def test_loader_may_fail_while_a_tensor_is_assembled(pool: DevicePool, transport: str) -> None:
+    pool.device_group(2, FASTSYNC_FAKE_DELAY_US=4000).run(fails_with_half_a_tensor, transport)
+
+
+def fails_with_half_a_tensor(rank: Rank, transport: str) -> None:
+    items = plain_items(4, 350)  # of 1.4 buckets: with the end of one comes the beginning of the next
+    party = Party(rank, transport, items, mode="load")
+
+    def fail(batch: list[tuple[str, Any]]) -> None:
+        raise ValueError("at once")
+
+    with device_session(transport, bucket_bytes=1024) as sync:
+        for _ in range(3):
+            with raises("ValueError" if rank.index else "PeerFailed", mentions=["at once"]):
+                sync.broadcast(party.mine.arguments()) if party.is_source else sync.receive(load=fail)
+        party.sync(sync, 7)
 
 
 # 48: reference counts of shared memory; 1..3 consumers, one closing early. 49: a new stream each call.
@@ -274,7 +300,7 @@ def consumers_come_and_go(rank: Rank) -> None:
 @each_device_transport
 @spmd(3)
 def test_failed_sync_moves_no_version_and_the_next_repairs(rank: Rank, transport: str) -> None:
-    party = Party(rank, transport, plain_items(12, 300))
+    party = Party(rank, transport, plain_items(12, 200))
 
     def load(batch: list[tuple[str, Any]]) -> None:
         calls.append(len(batch))
