@@ -311,12 +311,13 @@ def test_many_long_names_that_are_not_sent_are_reported(rank: Rank) -> None:
 
 @spmd(3)
 def test_missing_names_are_reported_receiver_by_receiver_in_their_own_order(rank: Rank) -> None:
-    into = {1: ["q", "a", "p", "both", "z"], 2: ["m", "both", "q", "b"]}
+    many = [f"x{i}" for i in range(30_000)]  # so that rank 2 is done first
+    into = {1: ["q", "a", "p", "both", "z", *many], 2: ["m", "both", "q", "b"]}
     with session(strict=False) as sync:
-        for _ in range(6):  # whoever is done first
+        for _ in range(3):
             if rank.index == 0:
                 report = sync.broadcast({"z": torch.ones(2)})
-                assert report.missing == ["q", "a", "p", "both", "m", "b"]
+                assert report.missing == ["q", "a", "p", "both", *many, "m", "b"]
             else:
                 sync.receive(into={name: torch.zeros(2) for name in into[rank.index]})
 
