@@ -19,7 +19,7 @@ class Pieces final : public std::pmr::memory_resource {
 };
 }  // namespace
 
-std::pmr::memory_resource& slab_memory() noexcept {
+std::pmr::memory_resource& slab_memory() {
   static auto* const pool = [] {
     static Pieces pieces;
     // The monotonic layer hands the pool's growth out of large pieces; the pool keeps what is freed.

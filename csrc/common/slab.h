@@ -21,7 +21,7 @@ namespace fastsync {
 // Larger things are not small: they come from the heap.
 inline constexpr std::size_t kMaxSlabBytes = 1024;
 // Never destroyed: things may be freed while the process ends.
-[[nodiscard]] std::pmr::memory_resource& slab_memory() noexcept;
+[[nodiscard]] std::pmr::memory_resource& slab_memory();
 
 template <typename T>
 struct SlabAllocator {

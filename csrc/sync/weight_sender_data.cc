@@ -124,9 +124,9 @@ void WeightSender::settle_data_plane(bool had_data) {
   if (comm_) {
     switch (comm_->recovery()) {
       case Recovery::kAbort:
+      case Recovery::kReplace:
         comm_->abort();  // wakes the receivers at once; they find the frame
         break;
-      case Recovery::kReplace: comm_->abort(); break;
       case Recovery::kDrain:
         if (!had_data) break;
         if (lost_) throw Error(*lost_);  // what the lost rank was part of never completes

@@ -166,7 +166,8 @@ _configure_core()
 
 
 def _refuse(rank: int, name: str, why: str) -> InvalidArgument:
-    return InvalidArgument(f"rank {rank}: tensor '{_core.shown_name(name)}' {why}", rank)
+    shown = _core.shown_name(name.encode("utf-8", "backslashreplace").decode())  # it may not have been checked yet
+    return InvalidArgument(f"rank {rank}: tensor '{shown}' {why}", rank)
 
 
 def _describe_torch(t: torch.Tensor, name: str, rank: int, destination: bool) -> Description:
@@ -418,7 +419,7 @@ def _describe(obj: Any, name: str, rank: int, destination: bool) -> Description:
                     rank, name, f"is a {type(obj).__name__} scalar, which cannot be written to; pass an array"
                 )
             obj = numpy.array(obj)  # its own interface is of memory that is gone by the time it is read
-        elif isinstance(obj, numpy.ma.MaskedArray):
+        elif "numpy.ma" in sys.modules and isinstance(obj, numpy.ma.MaskedArray):
             raise _refuse(rank, name, "is a MaskedArray, and its mask would be lost; sync .data and .mask apart")
     on_device = getattr(obj, "__cuda_array_interface__", None)
     if isinstance(on_device, Mapping):

@@ -35,7 +35,6 @@ class SyncReport:
         phases: Seconds of this rank's thread in plan, pack, transfer, unpack, wait and commit.
         unexpected: Names that were sent and have no destination (strict=False); at the source, of any receiver.
         missing: Names that have a destination and were not sent (strict=False); at the source, of any receiver.
-        transport_reason: At the source: why this transport, and why none of the others that "auto" tries before it.
     """
 
     version: int
@@ -51,7 +50,11 @@ class SyncReport:
     phases: dict[str, float]
     unexpected: list[str]
     missing: list[str]
-    transport_reason: str = ""
+
+    @property
+    def transport_reason(self) -> str:
+        """At the source: why this transport, and why none of the others that "auto" tries before it; else empty."""
+        return str(self.__dict__.get("_transport_reason", ""))
 
     def __str__(self) -> str:
         text = (

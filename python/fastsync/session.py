@@ -793,7 +793,7 @@ class WeightSync:
         unexpected: list[str],
         missing: list[str],
     ) -> SyncReport:
-        return SyncReport(
+        report = SyncReport(
             version=version,
             transport=transport,
             nbytes=nbytes,
@@ -807,8 +807,10 @@ class WeightSync:
             phases=phases,
             unexpected=unexpected,
             missing=missing,
-            transport_reason="" if self._channel.sender is None else self._channel.sender.transport_reason,
         )
+        if self._channel.sender is not None:
+            report.__dict__["_transport_reason"] = self._channel.sender.transport_reason
+        return report
 
     _touched = False
     _user_message = ""

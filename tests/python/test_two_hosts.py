@@ -63,4 +63,4 @@ def test_auto_uses_gloo_between_hosts_and_failures_cross_them(hosts: tuple[str, 
     assert source[2] == ["PeerFailed", "rank 1 failed: ValueError: boom"]
     assert source[3] == receiver[3] == [3, "gloo"]
     for seen in (source, receiver):
-        assert seen[4][0] == "CommError" and "one host" in seen[4][1] and "rank 1" in seen[4][1]
+        assert seen[4][0] == "CommError" and "another host" in seen[4][1] and "rank 1" in seen[4][1]

@@ -155,8 +155,8 @@ IpcCommunicator::IpcCommunicator(std::shared_ptr<DeviceRuntime> runtime, std::un
       bucket_bytes_(bucket_bytes),
       host_order_(runtime_) {}
 
-std::unique_ptr<IpcCommunicator> IpcCommunicator::create(std::shared_ptr<DeviceRuntime> runtime, std::uint32_t buffers,
-                                                         std::uint64_t bucket_bytes,
+std::unique_ptr<IpcCommunicator> IpcCommunicator::create(const std::shared_ptr<DeviceRuntime>& runtime,
+                                                         std::uint32_t buffers, std::uint64_t bucket_bytes,
                                                          const std::vector<int>& reader_ranks, int source_rank) {
   sweep_kept_rings();
   auto handshake = ShmCommunicator::create(buffers, kTokenBytes, reader_ranks, source_rank);
@@ -173,7 +173,7 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::create(std::shared_ptr<DeviceR
   return made;
 }
 
-std::unique_ptr<IpcCommunicator> IpcCommunicator::attach(std::shared_ptr<DeviceRuntime> runtime,
+std::unique_ptr<IpcCommunicator> IpcCommunicator::attach(const std::shared_ptr<DeviceRuntime>& runtime,
                                                          IpcDescriptor descriptor, int control_fd, int data_fd,
                                                          std::uint32_t reader_index) {
   if (descriptor.device_id != runtime->device_id()) {

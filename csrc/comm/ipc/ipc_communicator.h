@@ -46,11 +46,11 @@ struct IpcDescriptor {
 
 class IpcCommunicator final : public Communicator {
  public:
-  [[nodiscard]] static std::unique_ptr<IpcCommunicator> create(std::shared_ptr<DeviceRuntime> runtime,
+  [[nodiscard]] static std::unique_ptr<IpcCommunicator> create(const std::shared_ptr<DeviceRuntime>& runtime,
                                                                std::uint32_t buffers, std::uint64_t bucket_bytes,
                                                                const std::vector<int>& reader_ranks, int source_rank);
   // The descriptors stay the caller's. `descriptor.memory.fd` is taken.
-  [[nodiscard]] static std::unique_ptr<IpcCommunicator> attach(std::shared_ptr<DeviceRuntime> runtime,
+  [[nodiscard]] static std::unique_ptr<IpcCommunicator> attach(const std::shared_ptr<DeviceRuntime>& runtime,
                                                                IpcDescriptor descriptor, int control_fd, int data_fd,
                                                                std::uint32_t reader_index);
   ~IpcCommunicator() override;
