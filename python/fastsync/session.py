@@ -445,7 +445,8 @@ class WeightSync:
         if nbytes > 0 and d.device != ordinal:
             places = ["the CPU" if i < 0 else f"cuda:{i}" for i in (d.device, ordinal)]
             raise InvalidArgument(
-                f"rank {self._rank}: tensor '{name}' is on {places[0]}, the generator's first one on {places[1]}; the "
+                f"rank {self._rank}: tensor '{_core.shown_name(name)}' is on {places[0]}, the generator's first one on "
+                f"{places[1]}; the "
                 "tensors of one sync must be on one device",
                 self._rank,
             )
