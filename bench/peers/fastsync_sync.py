@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bench.peers.base import Options, Peer, RankContext
 
@@ -32,7 +33,10 @@ class FastsyncSync(Peer):
         import fastsync
 
         keywords = {k: v for k, v in self.options.items() if k in ("transport", "verify", "bucket_bytes", "buffers")}
-        return fastsync.WeightSync(src=0, timeout_s=self.ctx.timeout_s, **keywords)
+        # A group of its own: sessions of one group share one data plane, and those that name different transports in turn
+        # would make it anew in every round.
+        group = dist.new_group(backend="gloo")
+        return fastsync.WeightSync(group, src=0, timeout_s=self.ctx.timeout_s, **keywords)
 
     def _run(self, session: Any, params: dict[str, torch.Tensor]) -> Any:
         return session.broadcast(params) if self.ctx.is_source else session.receive(into=params)
