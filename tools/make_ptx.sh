@@ -41,8 +41,10 @@ fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 nvcc "${FLAGS[@]}" -ptx -o "$scratch/copy_kernel.ptx" csrc/device/cuda/copy_kernel.cu
-# The image starts with its version: no comments before it, and none at the ends of lines.
-sed -E -e 's:[[:space:]]*//.*$::' -e "s:^\.version .*:.version $PTX_VERSION:" "$scratch/copy_kernel.ptx" |
+# The image starts with its version: no comments before it, and none at the ends of lines. nvcc puts hashes of the source's
+# whole path into the names of what is internal to it; the file has to come out the same in every folder.
+sed -E -e 's:[[:space:]]*//.*$::' -e 's:_[0-9a-f]{8}_14_copy_kernel_cu_[0-9a-f]{8}:_00000000_14_copy_kernel_cu_00000000:g' \
+  -e "s:^\.version .*:.version $PTX_VERSION:" "$scratch/copy_kernel.ptx" |
   sed -E -e '/^[[:space:]]*$/d' >"$scratch/stripped.ptx"
 if [ "$(head -n 1 "$scratch/stripped.ptx")" != ".version $PTX_VERSION" ]; then
   echo "nvcc's output does not begin with .version" >&2

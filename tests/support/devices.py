@@ -644,11 +644,12 @@ class DevicePool(Pool):
 
     def _form(self, workers: Sequence[Worker], make_group: bool) -> Group:
         group = super()._form(workers, make_group)
+        if self._kind != "double":
+            return group  # the machine's own environment is the right one
         new = [rank for rank, worker in enumerate(workers) if worker not in self._entered]
         for rank in new:
             worker = group.worker(rank)
-            values = environment(rank, **self._settings[worker]) if self._kind == "double" else {}
-            self._call(worker, "enter_environment", values)
+            self._call(worker, "enter_environment", environment(rank, **self._settings[worker]))
             self._entered.add(worker)
         Running(group, new).results()
         return group

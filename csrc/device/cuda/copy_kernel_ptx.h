@@ -24,8 +24,8 @@ inline constexpr char kCopyKernelPtx[] = R"ptx(.version 8.0
 	.reg .b16 	%rs<19>;
 	.reg .b32 	%r<480>;
 	.reg .b64 	%rd<1306>;
-	.shared .align 8 .b8 _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE8products[64];
-	.shared .align 8 .b8 _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE4sums[64];
+	.shared .align 8 .b8 _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE8products[64];
+	.shared .align 8 .b8 _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE4sums[64];
 	mov.b64 	%rd312, fastsync_pack_param_0;
 	mov.u32 	%r1, %tid.x;
 	and.b32  	%r2, %r1, 31;
@@ -1772,10 +1772,10 @@ $L__BB0_202:
 	@%p156 bra 	$L__BB0_205;
 	shr.u32 	%r326, %r1, 2;
 	and.b32  	%r327, %r326, 1073741816;
-	mov.u32 	%r328, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE8products;
+	mov.u32 	%r328, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE8products;
 	add.s32 	%r329, %r328, %r327;
 	st.shared.u64 	[%r329], %rd304;
-	mov.u32 	%r330, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE4sums;
+	mov.u32 	%r330, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE4sums;
 	add.s32 	%r331, %r330, %r327;
 	st.shared.u64 	[%r331], %rd305;
 $L__BB0_205:
@@ -1788,10 +1788,10 @@ $L__BB0_205:
 	mov.u64 	%rd1305, %rd1304;
 	@%p158 bra 	$L__BB0_208;
 	shl.b32 	%r334, %r2, 3;
-	mov.u32 	%r335, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE8products;
+	mov.u32 	%r335, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE8products;
 	add.s32 	%r336, %r335, %r334;
 	ld.shared.u64 	%rd1304, [%r336];
-	mov.u32 	%r337, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE4sums;
+	mov.u32 	%r337, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE0EEEvRKNS0_8CopyArgsEE4sums;
 	add.s32 	%r338, %r337, %r334;
 	ld.shared.u64 	%rd1305, [%r338];
 $L__BB0_208:
@@ -1875,8 +1875,8 @@ $L__BB0_210:
 	.reg .b16 	%rs<19>;
 	.reg .b32 	%r<425>;
 	.reg .b64 	%rd<1248>;
-	.shared .align 8 .b8 _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE8products[64];
-	.shared .align 8 .b8 _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE4sums[64];
+	.shared .align 8 .b8 _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE8products[64];
+	.shared .align 8 .b8 _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE4sums[64];
 	mov.b64 	%rd308, fastsync_unpack_param_0;
 	mov.u32 	%r1, %tid.x;
 	and.b32  	%r2, %r1, 31;
@@ -3596,10 +3596,10 @@ $L__BB1_232:
 	@%p172 bra 	$L__BB1_235;
 	shr.u32 	%r322, %r1, 2;
 	and.b32  	%r323, %r322, 1073741816;
-	mov.u32 	%r324, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE8products;
+	mov.u32 	%r324, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE8products;
 	add.s32 	%r325, %r324, %r323;
 	st.shared.u64 	[%r325], %rd300;
-	mov.u32 	%r326, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE4sums;
+	mov.u32 	%r326, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE4sums;
 	add.s32 	%r327, %r326, %r323;
 	st.shared.u64 	[%r327], %rd301;
 $L__BB1_235:
@@ -3612,10 +3612,10 @@ $L__BB1_235:
 	mov.u64 	%rd1247, %rd1246;
 	@%p174 bra 	$L__BB1_238;
 	shl.b32 	%r330, %r2, 3;
-	mov.u32 	%r331, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE8products;
+	mov.u32 	%r331, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE8products;
 	add.s32 	%r332, %r331, %r330;
 	ld.shared.u64 	%rd1246, [%r332];
-	mov.u32 	%r333, _ZZN45_INTERNAL_9864cc0e_14_copy_kernel_cu_a9f694b48fastsync47_GLOBAL__N__9864cc0e_14_copy_kernel_cu_a9f694b43runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE4sums;
+	mov.u32 	%r333, _ZZN45_INTERNAL_00000000_14_copy_kernel_cu_000000008fastsync47_GLOBAL__N__00000000_14_copy_kernel_cu_000000003runILNS0_13CopyDirectionE1EEEvRKNS0_8CopyArgsEE4sums;
 	add.s32 	%r334, %r333, %r330;
 	ld.shared.u64 	%rd1247, [%r334];
 $L__BB1_238:
