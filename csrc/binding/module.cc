@@ -284,12 +284,15 @@ PYBIND11_MODULE(_core, m) {
       py::arg("host"), py::arg("port"), py::arg("timeout_s"));
 
   // --- the protocol
+  py::class_<Pairing, std::shared_ptr<Pairing>>(m, "Pairing").def(py::init<>());
+
   py::class_<WeightSender>(m, "WeightSender")
-      .def(py::init([](int rank, int source, std::vector<int> ranks, std::string token, std::string host) {
+      .def(py::init([](int rank, int source, std::vector<int> ranks, std::string token, std::string host,
+                       std::shared_ptr<Pairing> pairing) {
              return std::make_unique<WeightSender>(
-                 make_identity(rank, source, std::move(ranks), std::move(token), std::move(host)));
+                 make_identity(rank, source, std::move(ranks), std::move(token), std::move(host)), std::move(pairing));
            }),
-           py::arg("rank"), py::arg("source"), py::arg("ranks"), py::arg("token"), py::arg("host"))
+           py::arg("rank"), py::arg("source"), py::arg("ranks"), py::arg("token"), py::arg("host"), py::arg("pairing"))
       .def_property_readonly("unix_name", &WeightSender::unix_name)
       .def("listen_tcp", &WeightSender::listen_tcp)
       .def(
@@ -411,11 +414,12 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("staging_bytes", &WeightSender::staging_bytes);
 
   py::class_<WeightReceiver>(m, "WeightReceiver")
-      .def(py::init([](int rank, int source, std::vector<int> ranks, std::string token, std::string host) {
+      .def(py::init([](int rank, int source, std::vector<int> ranks, std::string token, std::string host,
+                       std::shared_ptr<Pairing> pairing) {
              return std::make_unique<WeightReceiver>(
-                 make_identity(rank, source, std::move(ranks), std::move(token), std::move(host)));
+                 make_identity(rank, source, std::move(ranks), std::move(token), std::move(host)), std::move(pairing));
            }),
-           py::arg("rank"), py::arg("source"), py::arg("ranks"), py::arg("token"), py::arg("host"))
+           py::arg("rank"), py::arg("source"), py::arg("ranks"), py::arg("token"), py::arg("host"), py::arg("pairing"))
       .def(
           "open",
           [](WeightReceiver& r, double timeout_s, const py::object& hook) {
@@ -434,7 +438,7 @@ PYBIND11_MODULE(_core, m) {
           py::arg("runtime"), py::arg("stream"), py::arg("flexible"))
       .def("verify_first", &WeightReceiver::verify_first, py::arg("value"))
       .def_property_readonly("on_device", &WeightReceiver::on_device)
-      .def("announce", &WeightReceiver::announce, py::arg("transport"), NoGil())
+      .def("announce", &WeightReceiver::announce, NoGil())
       .def(
           "join",
           [](WeightReceiver& r, const std::string& transport) {

@@ -61,6 +61,8 @@ std::vector<std::byte> encode(const Hello& v) {
   w.u32(v.world);
   w.u32(v.source);
   w.u64(v.pid);
+  w.u64(v.calls_owner);
+  w.u64(v.last_sync);
   w.text(v.library_version);
   w.text(v.token);
   w.text(v.host);
@@ -75,6 +77,8 @@ void decode(std::span<const std::byte> bytes, Hello& out) {
   out.world = r.u32();
   out.source = r.u32();
   out.pid = r.u64();
+  out.calls_owner = r.u64();
+  out.last_sync = r.u64();
   out.library_version = r.text(kMaxShortText);
   out.token = r.text(kMaxShortText);
   out.host = r.text(kMaxShortText);
@@ -91,6 +95,7 @@ std::vector<std::byte> encode(const Join& v) {
   w.u32(v.nccl_version);
   w.u8(v.flexible);
   w.u8(v.verifies_first);
+  w.u8(v.refused);
   w.u32(static_cast<std::uint32_t>(v.manifests.size()));
   for (const auto f : v.manifests) w.u64(f);
   return w.take();
@@ -105,6 +110,7 @@ void decode(std::span<const std::byte> bytes, Join& out) {
   out.nccl_version = r.u32();
   out.flexible = r.u8();
   out.verifies_first = r.u8();
+  out.refused = r.u8();
   const auto n = r.u32();
   if (n > kMaxHeldManifests) throw CommError(concat("control frame: ", n, " manifests held"));
   out.manifests.clear();

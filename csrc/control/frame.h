@@ -25,13 +25,13 @@ namespace fastsync {
 
 inline constexpr std::uint32_t kFrameMagic = 0x31595346;  // "FSY1"
 // Bumped whenever a frame changes meaning: ranks with different numbers refuse each other by name.
-inline constexpr std::uint32_t kProtocolVersion = 2;
+inline constexpr std::uint32_t kProtocolVersion = 3;
 inline constexpr std::size_t kMaxPayloadBytes = std::size_t{8} << 20;
 inline constexpr std::size_t kManifestChunkBytes = std::size_t{1} << 20;
 
 enum class FrameType : std::uint16_t {
   kHello = 1,         // receiver -> source, once a connection
-  kWelcome = 2,       // source -> receiver
+  kWelcome = 2,       // source -> receiver: its sync number, and aux, the receiver's newest call that has met one
   kReject = 3,        // source -> receiver: kind and text, then the connection ends
   kJoin = 4,          // receiver -> source: I am in a sync call
   kCancel = 5,        // receiver -> source: I left it before it began
@@ -140,13 +140,15 @@ struct Hello {
   std::uint32_t world = 0;   // ranks in the group
   std::uint32_t source = 0;  // global rank this receiver takes for the source
   std::uint64_t pid = 0;
-  std::string library_version;  // fastsync's
-  std::string token;            // from the group's store; proves membership
-  std::string host;             // host id
+  std::uint64_t calls_owner = 0;  // its count of calls, which goes on when it connects again
+  std::uint64_t last_sync = 0;    // newest sync number it heard of
+  std::string library_version;    // fastsync's
+  std::string token;              // from the group's store; proves membership
+  std::string host;               // host id
 };
 
 struct Join {
-  std::uint64_t call = 0;                // counts this receiver's calls on this link, from 1
+  std::uint64_t call = 0;                // counts this receiver's calls, from 1
   std::uint64_t last_sync = 0;           // newest sync number it heard of
   std::uint64_t comm_generation = 0;     // data plane it holds; 0: none
   std::string transport;                 // "auto" or a name
@@ -154,6 +156,7 @@ struct Join {
   std::uint32_t nccl_version = 0;        // 0: it cannot use NCCL
   std::uint8_t flexible = 0;             // a loader: it takes tensors wherever they come
   std::uint8_t verifies_first = 0;       // it needs a bucket's checksum with the bucket, not at the end
+  std::uint8_t refused = 0;              // this call has failed already: a Fail that says why follows
   std::vector<std::uint64_t> manifests;  // fingerprints it holds
 };
 

@@ -14,7 +14,6 @@ namespace fastsync {
 
 namespace {
 constexpr std::chrono::milliseconds kDrainPatience{500};
-constexpr std::size_t kMaxMissed = 1024;
 constexpr std::chrono::milliseconds kDeathPatience{100};
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -53,8 +52,12 @@ class WeightReceiver::Headers final : public HeaderChannel {
   WeightReceiver& receiver_;
 };
 
-WeightReceiver::WeightReceiver(Identity identity)
-    : identity_(std::move(identity)), pid_(::getpid()), headers_(std::make_unique<Headers>(*this)) {}
+WeightReceiver::WeightReceiver(Identity identity, std::shared_ptr<Pairing> pairing)
+    : identity_(std::move(identity)),
+      pid_(::getpid()),
+      pairing_(std::move(pairing)),
+      calls_(pairing_->receiver),
+      headers_(std::make_unique<Headers>(*this)) {}
 
 WeightReceiver::~WeightReceiver() { close(false); }
 
@@ -88,7 +91,7 @@ void WeightReceiver::open(std::chrono::nanoseconds timeout, Hook hook) {
   caller_stream_ = nullptr;
   flexible_ = verifies_first_ = on_device_ = device_began_ = false;
   announced_.clear();
-  ++call_;
+  ++calls_.call;
   waiting_since_ = last_said_ = Clock::now();
 }
 
@@ -109,6 +112,8 @@ bool WeightReceiver::connect(OwnedFd socket) {
   hello.world = static_cast<std::uint32_t>(identity_.ranks.size());
   hello.source = static_cast<std::uint32_t>(identity_.source);
   hello.pid = static_cast<std::uint64_t>(::getpid());
+  hello.calls_owner = calls_.owner;
+  hello.last_sync = calls_.last_sync;
   hello.library_version = identity_.library_version;
   hello.token = identity_.token;
   hello.host = identity_.host;
@@ -117,10 +122,16 @@ bool WeightReceiver::connect(OwnedFd socket) {
   // kernel, and join() finds the Welcome or the Reject.
   link_ = std::move(link);
   welcomed_ = false;
-  call_ = 1;
-  last_sync_ = committed_sync_ = 0;
-  unpaired_call_ = 0;
-  missed_.clear();
+  committed_sync_ = 0;
+  // Calls that no sync is known to have met: the source knows which of them one has.
+  for (const UnmetCall& unmet : calls_.unmet) {
+    Join join;
+    join.call = unmet.call;
+    join.last_sync = calls_.last_sync;
+    join.refused = 1;
+    link_->send(FrameType::kJoin, 0, 0, encode(join));
+    link_->send(FrameType::kFail, 0, unmet.call, encode(unmet.failure));
+  }
   return true;
 }
 
@@ -159,7 +170,11 @@ void WeightReceiver::pump() {
 void WeightReceiver::handle(Frame& frame) {
   const bool current = began_ && frame.sync == sync_;
   switch (frame.type) {
-    case FrameType::kWelcome: welcomed_ = true; return;
+    case FrameType::kWelcome:
+      welcomed_ = true;
+      calls_.last_sync = std::min(calls_.last_sync, frame.sync);  // less: the source counts from the start again
+      std::erase_if(calls_.unmet, [&](const UnmetCall& unmet) { return unmet.call <= frame.aux; });
+      return;
     case FrameType::kReject: {
       Failure failure;
       decode(frame.payload, failure);
@@ -170,12 +185,12 @@ void WeightReceiver::handle(Frame& frame) {
       return;
     }
     case FrameType::kBegin: {
-      last_sync_ = std::max(last_sync_, frame.sync);
-      if (!joined_ || began_ || frame.aux != call_) return;
+      calls_.last_sync = std::max(calls_.last_sync, frame.sync);
+      if (!joined_ || began_ || frame.aux != calls_.call) return;
       decode(frame.payload, begin_);
       sync_ = frame.sync;
       began_ = true;
-      unpaired_call_ = 0;
+      calls_.unmet.clear();
       // Prepared here, because everything that belongs to this sync may follow in the same read.
       descriptors_.clear();
       descriptors_came_ = false;
@@ -239,18 +254,18 @@ void WeightReceiver::handle(Frame& frame) {
     case FrameType::kFail: {
       Failure failure;
       decode(frame.payload, failure);
-      const bool newer = frame.sync > last_sync_;
-      last_sync_ = std::max(last_sync_, frame.sync);
+      const bool newer = frame.sync > calls_.last_sync;
+      calls_.last_sync = std::max(calls_.last_sync, frame.sync);
       bool mine = false;
       if (failure.answers != 0) {
-        mine = failure.answers == call_ && joined_;
-        if (failure.answers >= unpaired_call_) unpaired_call_ = 0;
-      } else if (newer && unpaired_call_ != 0) {
-        unpaired_call_ = 0;  // the call it belongs to already failed here
+        mine = failure.answers == calls_.call && joined_;
+        std::erase_if(calls_.unmet, [&](const UnmetCall& unmet) { return unmet.call <= failure.answers; });
+      } else if (newer && !calls_.unmet.empty()) {
+        calls_.unmet.pop_front();  // the call it belongs to already failed here
       } else if (newer && (began_ || !active_ || failure_)) {
         // It came right behind the end of the call before: it belongs to a later one. Each failed sync ends one call.
-        if (missed_.size() < kMaxMissed)
-          missed_.emplace_back(failure.kind, failure.message, static_cast<int>(failure.rank));
+        if (calls_.missed.size() == kMaxUnmet) calls_.missed.pop_front();
+        calls_.missed.emplace_back(failure.kind, failure.message, static_cast<int>(failure.rank));
       } else {
         mine = newer;
       }
@@ -351,21 +366,38 @@ void WeightReceiver::wait_until(const char* what, const std::function<bool()>& d
   }
 }
 
-void WeightReceiver::announce(const std::string& transport) {
-  if (!link_) throw StateError("the receiver is not connected");
+// What the source said while this rank was away comes first: a failed sync that it missed ends this call.
+void WeightReceiver::enter_call() {
   phase_ = "join";
-  // What the source said while this rank was away comes first: a failed sync that it missed ends this call.
-  if (!missed_.empty()) {
-    failure_ = missed_.front();
-    missed_.pop_front();
+  if (!calls_.missed.empty()) {
+    failure_ = calls_.missed.front();
+    calls_.missed.pop_front();
     if (failure_->kind() == ErrorKind::kPeerLost) lost_ = failure_;
   }
   pump();
   throw_if_failed();
+  if (!link_) throw StateError("the receiver is not connected");
   if (source_closed_) throw SourceClosed();
+}
+
+void WeightReceiver::send_join(Join join) {
+  join.call = calls_.call;
+  join.last_sync = calls_.last_sync;
+  joined_ = true;
+  link_->send(FrameType::kJoin, 0, 0, encode(join));
+}
+
+void WeightReceiver::announce() {
+  enter_call();
   Join join;
-  join.call = call_;
-  join.last_sync = last_sync_;
+  join.refused = 1;
+  send_join(std::move(join));
+}
+
+const Begin& WeightReceiver::join(const std::string& transport) {
+  const auto start = Clock::now();
+  enter_call();
+  Join join;
   join.comm_generation = comm_ ? comm_generation_ : 0;
   join.transport = transport;
   if (runtime_) {
@@ -375,13 +407,7 @@ void WeightReceiver::announce(const std::string& transport) {
   }
   join.verifies_first = verifies_first_ ? 1 : 0;
   join.manifests = plans_.fingerprints();
-  joined_ = true;
-  link_->send(FrameType::kJoin, 0, 0, encode(join));
-}
-
-const Begin& WeightReceiver::join(const std::string& transport) {
-  const auto start = Clock::now();
-  announce(transport);
+  send_join(std::move(join));
   wait_until("begin a sync", [this] { return began_; });
   phase_ = "check";
   const bool planned = begin_.streaming == 0 || begin_.fingerprint != 0 || begin_.tensors != 0;
@@ -775,9 +801,11 @@ void WeightReceiver::commit(const ReadyLists& lists) {
 
 void WeightReceiver::send_failure(const Failure& failure) {
   if (began_) {
-    link_->send(FrameType::kFail, sync_, call_, encode(failure));
+    link_->send(FrameType::kFail, sync_, calls_.call, encode(failure));
   } else {
-    link_->send(FrameType::kFail, 0, call_, encode(failure));
+    link_->send(FrameType::kFail, 0, calls_.call, encode(failure));
+    if (calls_.unmet.size() == kMaxUnmet) calls_.unmet.pop_front();
+    calls_.unmet.push_back({calls_.call, failure});
   }
 }
 
@@ -793,10 +821,9 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
       failure.reporter = identity_.rank;
       failure.message = cut_message(message);
       if (!began && kind == ErrorKind::kTimeout && held_up_by() < 0) {
-        link_->send(FrameType::kCancel, 0, call_);  // not even the source was in this sync yet
+        link_->send(FrameType::kCancel, 0, calls_.call);  // not even the source was in this sync yet
       } else {
         send_failure(failure);
-        if (!began) unpaired_call_ = call_;
       }
     }
     slot_.reset();

@@ -26,6 +26,7 @@
 #include "comm/communicator.h"
 #include "comm/external/external_communicator.h"
 #include "control/link.h"
+#include "sync/pairing.h"
 #include "sync/sync_types.h"
 
 namespace fastsync {
@@ -50,7 +51,8 @@ class WeightReceiver {
  public:
   using Hook = Wait::Hook;
 
-  explicit WeightReceiver(Identity identity);
+  // `pairing` outlives sessions: the next one of this (group, source) is given the same.
+  explicit WeightReceiver(Identity identity, std::shared_ptr<Pairing> pairing = std::make_shared<Pairing>());
   ~WeightReceiver();
   WeightReceiver(const WeightReceiver&) = delete;
   WeightReceiver& operator=(const WeightReceiver&) = delete;
@@ -59,7 +61,7 @@ class WeightReceiver {
   void open(std::chrono::nanoseconds timeout, Hook hook);
   [[nodiscard]] bool connected() const noexcept { return link_ != nullptr && !link_->gone(); }
   // The next call fails without the source: it is known already that the sync it belongs to failed.
-  [[nodiscard]] bool has_missed() const noexcept { return !missed_.empty(); }
+  [[nodiscard]] bool has_missed() const noexcept { return !calls_.missed.empty(); }
   // True when connected: false when nobody listens there any more. Throws what the source rejects with.
   bool connect(OwnedFd socket);
 
@@ -72,7 +74,7 @@ class WeightReceiver {
   [[nodiscard]] bool on_device() const noexcept { return on_device_; }
 
   // Sends Join without waiting: for a call that fails before it can take part, so that the source hears why.
-  void announce(const std::string& transport);
+  void announce();
   // Sends Join and waits for Begin and the whole manifest it announces.
   const Begin& join(const std::string& transport);
   [[nodiscard]] const Manifest& manifest() const noexcept { return deviated_ || !plan_ ? grown_ : plan_->manifest; }
@@ -149,6 +151,8 @@ class WeightReceiver {
   void say_waiting();
   // Whom the source waits for, as far as this rank has heard; -1: for nobody.
   [[nodiscard]] int held_up_by() const noexcept;
+  void enter_call();
+  void send_join(Join join);
   void send_failure(const Failure& failure);
   std::optional<BucketHeader> await_bucket();
   const BucketLayout& understand(const BucketHeader& header);
@@ -161,15 +165,13 @@ class WeightReceiver {
   std::unique_ptr<Link> link_;
   std::optional<Error> lost_;
   std::optional<Error> failure_;
-  std::deque<Error> missed_;  // failed syncs that the next calls belong to, oldest first
+  std::shared_ptr<Pairing> pairing_;
+  ReceiverCalls& calls_;
   bool source_closed_ = false;
   bool welcomed_ = false;
 
-  std::uint64_t call_ = 0;  // this rank's calls on this link
   std::uint64_t sync_ = 0;  // current (or last) sync number
   std::uint64_t committed_sync_ = 0;
-  std::uint64_t last_sync_ = 0;      // newest sync number heard of
-  std::uint64_t unpaired_call_ = 0;  // the last call that failed here before it learned which sync it belonged to
   bool active_ = false;
   bool joined_ = false;
   bool began_ = false;

@@ -31,12 +31,14 @@ std::string list_ranks(const std::vector<int>& ranks) {
 double as_seconds(std::chrono::nanoseconds d) { return std::chrono::duration<double>(d).count(); }
 }  // namespace
 
-WeightSender::WeightSender(Identity identity) : identity_(std::move(identity)), pid_(::getpid()) {
+WeightSender::WeightSender(Identity identity, std::shared_ptr<Pairing> pairing)
+    : identity_(std::move(identity)), pid_(::getpid()), pairing_(std::move(pairing)), sync_(pairing_->sync) {
   listener_ = listen_unix(unix_name_);
   for (const int rank : identity_.ranks) {
     if (rank == identity_.rank) continue;
     Peer& peer = peers_[rank];
     peer.rank = rank;
+    peer.calls = &pairing_->peers[rank];
   }
   headers_ = std::make_unique<Headers>(*this);
 }
@@ -122,18 +124,21 @@ bool WeightSender::greet(Greeting& greeting) {
                          "; process ", hello.pid, " claims the same rank: give every process its own"));
   }
   if (link.is_unix()) link.watch_process();
-  const bool untold = peer.untold;
-  peer.untold = false;
-  peer.missed.clear();  // of this connection's calls none was made yet
   link.limit(kMaxPayloadBytes, 0);
   peer.link = std::move(greeting.link);
   peer.host = hello.host;
-  peer.said_bye = peer.joined = peer.ready = peer.done = peer.parked = peer.skip_call = false;
+  PeerCalls& calls = *peer.calls;
+  if (calls.owner != 0 && calls.owner != hello.calls_owner) calls = PeerCalls{};
+  calls.owner = hello.calls_owner;
+  // What it heard of is its own affair; the rest is said again, as the answer to its next calls.
+  std::erase_if(calls.missed, [&](const MissedSync& m) { return m.sent && m.sync <= hello.last_sync; });
+  for (MissedSync& missed : calls.missed) missed.sent = false;
+  peer.skip_call = false;
   peer.deferred.reset();
-  peer.join = Join{};
-  peer.link->send(FrameType::kWelcome, 0, 0);
-  // A sync failed before this receiver could be told: the call that it comes with belongs to that one.
-  peer.answer_next = untold && last_failure_.has_value();
+  // Where the active sync has met a call of its last session already, what comes now is of the next sync.
+  peer.said_bye = peer.ready = peer.done = false;
+  peer.parked = active_ && peer.joined;
+  peer.link->send(FrameType::kWelcome, sync_, calls.last_call);
   return true;
 }
 
@@ -194,24 +199,29 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
         peer.parked = true;
         return;
       }
-      if (peer.answer_next) {
-        // Answered to this very call: should it be over already, by its own deadline, the next one is not touched.
-        peer.answer_next = false;
-        peer.join = std::move(join);
-        peer.joined = true;
-        send_failure(peer, *last_failure_, failed_sync_);
-        peer.joined = false;
+      PeerCalls& calls = *peer.calls;
+      if (join.call <= calls.last_call) {
+        // Said again over a new connection, but it has met its sync. Had a failure been on its way to end it: it ended
+        // by itself before that was read.
+        std::erase_if(calls.missed, [&](const MissedSync& m) { return m.call == join.call; });
         peer.skip_call = true;
+        peer.join = std::move(join);
         return;
       }
-      std::erase_if(peer.missed, [&](std::uint64_t sync) { return sync <= join.last_sync; });
-      if (!peer.missed.empty()) {
-        peer.skip_call = true;  // the failure it missed is on its way and ends this call
-        return;
-      }
-      peer.skip_call = false;
+      calls.last_call = join.call;
+      std::erase_if(calls.missed, [&](const MissedSync& m) { return m.sent && m.sync <= join.last_sync; });
       peer.join = std::move(join);
-      peer.joined = true;
+      peer.skip_call = !calls.missed.empty();
+      peer.joined = !peer.skip_call;
+      if (peer.joined) return;
+      MissedSync& missed = calls.missed.front();
+      if (missed.sent) {
+        missed.call = peer.join.call;  // on its way, and ends this call
+        return;
+      }
+      // Answered to this very call: should it be over already, by its own deadline, the next one is not touched.
+      answer(peer, *missed.failure, missed.sync);
+      calls.missed.pop_front();
       return;
     }
     case FrameType::kCancel:
@@ -244,11 +254,11 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
       return;
     case FrameType::kFail: {
       const bool of_call = frame.sync == 0 && peer.joined && frame.aux == peer.join.call;
-      if (peer.skip_call && frame.sync == 0) {
+      if (peer.skip_call && frame.sync == 0 && frame.aux == peer.join.call) {
         // Its call failed by itself, before it heard of the failure that would have ended it. It knows that the two
-        // were one (WeightReceiver::unpaired_call_), so its next call is of a later sync.
+        // were one (ReceiverCalls::unmet), so its next call is of a later sync.
         peer.skip_call = false;
-        if (!peer.missed.empty()) peer.missed.erase(peer.missed.begin());
+        std::erase_if(peer.calls->missed, [&](const MissedSync& m) { return m.call == frame.aux; });
         return;
       }
       if (peer.skip_call || !active_ || !(current || of_call)) return;
@@ -420,7 +430,7 @@ void WeightSender::connect_all() {
 
 std::string WeightSender::join(const std::string& asked, const std::vector<std::string>& candidates) {
   const auto start = Clock::now();
-  wait_for("join", [](const Peer& peer) { return peer.joined; });
+  wait_for("join", [](const Peer& peer) { return peer.joined && peer.join.refused == 0; });
   phases_.wait += seconds_since(start);
   RankPlace here;
   here.rank = identity_.rank;
@@ -478,7 +488,6 @@ ReadyLists WeightSender::commit() {
     peer.joined = false;
   }
   if (next_bucket_ > 0) retired_.clear();  // every reader has closed the old ring before it opened this one
-  last_failure_.reset();
   active_ = false;
   phase_ = "idle";
   hook_ = nullptr;
@@ -493,11 +502,20 @@ ReadyLists WeightSender::commit() {
   return tidy(std::move(lists), plan_ ? &plan_->manifest : nullptr);
 }
 
-void WeightSender::send_failure(Peer& peer, const Failure& failure, std::uint64_t sync) {
+void WeightSender::answer(Peer& peer, const Failure& failure, std::uint64_t sync) {
   if (!peer.link) return;
   Failure mine = failure;
-  mine.answers = peer.joined ? peer.join.call : 0;
+  mine.answers = peer.join.call;
   peer.link->send(FrameType::kFail, sync, 0, encode(mine));
+}
+
+// It is not in its call: it hears of the failure now where it can, and else when it comes.
+void WeightSender::note_missed(Peer& peer, const std::shared_ptr<const Failure>& failure) {
+  std::deque<MissedSync>& missed = peer.calls->missed;
+  if (missed.size() == kMaxUnmet) missed.pop_front();
+  const bool connected = peer.link && !peer.link->gone() && !peer.said_bye;
+  missed.push_back({sync_, failure, connected, 0});
+  if (connected) peer.link->send(FrameType::kFail, sync_, 0, encode(*failure));
 }
 
 void WeightSender::fail(ErrorKind kind, int rank, const std::string& message) noexcept {
@@ -510,26 +528,24 @@ void WeightSender::fail(ErrorKind kind, int rank, const std::string& message) no
   slot_.reset();
   planner_.reset();
   try {
-    Failure failure;
-    failure.kind = kind;
-    failure.rank = rank;
-    failure.reporter = identity_.rank;
-    failure.message = cut_message(message);
-    last_failure_ = failure;
+    const auto failure = std::make_shared<Failure>();
+    failure->kind = kind;
+    failure->rank = rank;
+    failure->reporter = identity_.rank;
+    failure->message = cut_message(message);
     // A receiver that is not in its call yet learns when it comes. But a source that waited in vain for everybody was
     // alone: there was no sync that a receiver could have missed.
     const bool anyone = std::any_of(peers_.begin(), peers_.end(), [](const auto& p) { return p.second.joined; });
     const bool alone = kind == ErrorKind::kTimeout && !anyone;
     for (auto& [other, peer] : peers_) {
       if (alone) continue;
-      if (!peer.joined) {
-        peer.missed.push_back(sync_);
-        peer.untold = !peer.link || peer.link->gone();
+      if (peer.joined) {
+        answer(peer, *failure, sync_);
+      } else {
+        note_missed(peer, failure);
       }
-      send_failure(peer, failure, sync_);
       peer.joined = false;
     }
-    failed_sync_ = sync_;
     settle_data_plane(had_data);
   } catch (...) {
     // The transport did not come to rest: the next sync makes a new one.

@@ -33,6 +33,7 @@
 #include "comm/external/external_communicator.h"
 #include "comm/nccl/nccl_library.h"
 #include "control/link.h"
+#include "sync/pairing.h"
 #include "sync/sync_types.h"
 #include "sync/transport_choice.h"
 
@@ -42,7 +43,8 @@ class WeightSender {
  public:
   using Hook = Wait::Hook;  // signals and progress; may throw
 
-  explicit WeightSender(Identity identity);
+  // `pairing` outlives sessions: the next one of this (group, source) is given the same.
+  explicit WeightSender(Identity identity, std::shared_ptr<Pairing> pairing = std::make_shared<Pairing>());
   ~WeightSender();
   WeightSender(const WeightSender&) = delete;
   WeightSender& operator=(const WeightSender&) = delete;
@@ -123,9 +125,6 @@ class WeightSender {
     bool done = false;
     bool parked = false;                // read no more of its frames in this sync
     bool skip_call = false;             // its current call belongs to a sync that already failed
-    std::vector<std::uint64_t> missed;  // failed syncs that it had not joined and has not heard of yet, oldest first
-    bool untold = false;                // that failure could not even be sent: it had no connection
-    bool answer_next = false;           // ... and is the answer to its next call
     Clock::time_point heard{};          // when it last said that it waits for data
     std::uint64_t released = 0;         // buckets it has released, where the data plane does not say
     std::vector<std::byte> ready_data;  // what came with its Ready
@@ -133,6 +132,7 @@ class WeightSender {
     std::uint64_t events_of = 0;        // the shared ring for which its events are known
     Join join;
     std::optional<Frame> deferred;  // a frame of its next call
+    PeerCalls* calls = nullptr;     // in pairing_
   };
   struct Greeting {
     std::unique_ptr<Link> link;
@@ -155,7 +155,8 @@ class WeightSender {
   void wait_for(const char* what, const std::function<bool(const Peer&)>& satisfied);
   void send_all(FrameType type, std::uint64_t aux, std::span<const std::byte> payload);
   void send_manifest(Link& link, const Manifest& manifest, std::size_t first, std::size_t last);
-  void send_failure(Peer& peer, const Failure& failure, std::uint64_t sync);
+  void answer(Peer& peer, const Failure& failure, std::uint64_t sync);
+  void note_missed(Peer& peer, const std::shared_ptr<const Failure>& failure);
   void prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers);
   void send_descriptors(Peer& peer);
   void connect_data_plane();
@@ -177,12 +178,11 @@ class WeightSender {
   std::string unix_name_;
   std::map<int, Peer> peers_;
   std::vector<Greeting> greetings_;
-  std::optional<Error> lost_;            // a process died: final
-  std::optional<Error> failure_;         // first failure of the active sync
-  std::optional<Failure> last_failure_;  // told to receivers that come late
-  std::uint64_t failed_sync_ = 0;        // its sync
+  std::optional<Error> lost_;     // a process died: final
+  std::optional<Error> failure_;  // first failure of the active sync
 
-  std::uint64_t sync_ = 0;
+  std::shared_ptr<Pairing> pairing_;
+  std::uint64_t& sync_;
   std::uint64_t committed_sync_ = 0;
   bool active_ = false;
   std::chrono::nanoseconds timeout_{};

@@ -165,7 +165,8 @@ def _wait_key(store: Any, keys: list[str], deadline: Deadline, cancelled: thread
 class Channel:
     """This process's end of one (group, source). Use it between `acquire()` and `release()`."""
 
-    def __init__(self, group: Any, ranks: list[int], rank: int, src: int) -> None:
+    def __init__(self, group: Any, ranks: list[int], rank: int, src: int, pairing: _core.Pairing) -> None:
+        self._pairing = pairing  # of this group's calls, whatever session they were made on
         self.ranks = ranks
         self.rank = rank
         self.src = src
@@ -255,7 +256,7 @@ class Channel:
             raise PeerLost(str(self.lost), self.lost.rank)
         if len(self.ranks) == 1:
             if self.sender is None:
-                self.sender = _core.WeightSender(self.rank, self.src, self.ranks, "", "")
+                self.sender = _core.WeightSender(self.rank, self.src, self.ranks, "", "", self._pairing)
             return
         if self.is_source:
             if self.sender is None:
@@ -263,8 +264,13 @@ class Channel:
             if not self._hosts_known:
                 self._look_for_hosts(deadline)
         else:
-            if self.receiver is None or not (self.receiver.connected or self.receiver.has_missed):
+            if self.receiver is None:
+                self.receiver = self._make_receiver("")  # it may know already that this call fails
+            if not (self.receiver.connected or self.receiver.has_missed):
                 self._reach(deadline)
+
+    def _make_receiver(self, token: str) -> _core.WeightReceiver:
+        return _core.WeightReceiver(self.rank, self.src, self.ranks, token, host_id(), self._pairing)
 
     def _open_store(self) -> Any:
         if self._store is None:
@@ -281,7 +287,7 @@ class Channel:
         """Listens, and says where: from then on receivers can connect, and be told if this sync fails."""
         store = self._open_store()
         token = secrets.token_hex(16)
-        sender = _core.WeightSender(self.rank, self.src, self.ranks, token, host_id())
+        sender = _core.WeightSender(self.rank, self.src, self.ranks, token, host_id(), self._pairing)
         address = {"unix": sender.unix_name, "host": host_id(), "token": token}
 
         def publish(_: threading.Event) -> int:
@@ -384,7 +390,7 @@ class Channel:
                         )
             if connection is None:
                 continue  # that session is gone: wait for its next one
-            receiver = _core.WeightReceiver(self.rank, self.src, self.ranks, self._token, mine)
+            receiver = self._make_receiver(self._token)
             receiver.connect(connection)
             self.receiver = receiver
             return
@@ -462,7 +468,7 @@ class Channel:
 
 
 _channels: dict[tuple[int, int], Channel] = {}
-_watched: set[tuple[int, int]] = set()  # groups whose end closes their channel
+_pairings: dict[tuple[int, int], _core.Pairing] = {}  # of groups whose end closes their channel
 _registry_lock = threading.RLock()
 
 
@@ -479,12 +485,12 @@ def channel_for(group: Any, ranks: list[int], rank: int, src: int) -> Channel:
         if channel is not None and not channel.closed and channel.pid == os.getpid():
             channel.users += 1
             return channel
-        channel = Channel(group, ranks, rank, src)
+        if key not in _pairings:
+            _pairings[key] = _core.Pairing()
+            weakref.finalize(group, _forget, key).atexit = False
+        channel = Channel(group, ranks, rank, src, _pairings[key])
         channel.users = 1
         _channels[key] = channel
-        if key not in _watched:
-            _watched.add(key)
-            weakref.finalize(group, _forget, key).atexit = False
         return channel
 
 
@@ -509,7 +515,7 @@ def close_channel(channel: Channel) -> None:
 
 def _forget(key: tuple[int, int]) -> None:
     with _registry_lock:
-        _watched.discard(key)
+        _pairings.pop(key, None)
         channel = _channels.pop(key, None)
     if channel is not None:
         channel.close()

@@ -662,7 +662,7 @@ class WeightSync:
                 receiver.open(self._timeout_s, hook)
                 try:
                     if problem is not None:
-                        receiver.announce(self._transport)
+                        receiver.announce()
                         raise problem
                     use(receiver)
                     begin = receiver.join(self._transport)

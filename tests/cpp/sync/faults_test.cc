@@ -250,7 +250,7 @@ TEST_P(Faults, AReceiverThatHadNeverConnectedAndRefusesItsOwnCallIsInStep) {
 
   group.connect(1);
   group.receiver(1).open(kLongTimeout, nullptr);
-  group.receiver(1).announce("auto");
+  group.receiver(1).announce();
   group.receiver(1).fail(ErrorKind::kInvalidArgument, receiver_rank(1), "bad destination");
   group.sync_again();
 }
@@ -336,7 +336,7 @@ TEST_P(Faults, PairsCallsAgainAfterBothSidesFailedTheSameOneUnknownToEachOther) 
   sender.open(kLongTimeout, nullptr);
   // Meanwhile the receiver's call fails too, and its next one begins before it can have heard of the source's failure.
   receiver.open(kLongTimeout, nullptr);
-  receiver.announce("auto");
+  receiver.announce();
   receiver.fail(ErrorKind::kInvalidArgument, receiver_rank(0), "bad destination");
   Weights weights = some_weights(1);
   auto into = Destinations::like(weights);
@@ -431,6 +431,68 @@ TEST_P(Faults, PairsCallsAgainUnderRandomFailures) {
       EXPECT_EQ(committed, 3);
     }
   }
+  group.sync_again();
+}
+
+// Ranks that refuse their own calls, some before the others come, and sessions that are closed and opened between: every
+// failed call still ends one call of each rank, and no second one.
+TEST_P(Faults, PairsCallsAgainWhicheverSessionsWereReopened) {
+  std::mt19937_64 random(7);
+  const auto one_of = [&random](unsigned n) { return random() % n == 0; };
+  const At refuses = [](Step step, std::size_t) {
+    if (step == Step::kOpened) throw UserError("refused");
+  };
+  const At fine = [](Step, std::size_t) {};
+  Group group(GetParam(), 2);
+  int reopened = 0;
+  for (int round = 0; round < 80; ++round) {
+    Weights weights = some_weights(static_cast<std::uint64_t>(round));
+    std::vector<Destinations> into(2, Destinations::like(weights));
+    const std::array<bool, 3> refusing{one_of(3), one_of(3), one_of(3)};
+    const bool all_fine = !refusing[0] && !refusing[1] && !refusing[2];
+    const auto start = [&](int who) {
+      const At& at = refusing[static_cast<std::size_t>(who)] ? refuses : fine;
+      if (who == 0) return group.start_source({.weights = &weights, .timeout = kLongTimeout / 3, .at = at});
+      return group.start_receiver(
+          who - 1, {.into = &into[static_cast<std::size_t>(who - 1)], .timeout = kLongTimeout / 3, .at = at});
+    };
+    std::vector<int> order{0, 1, 2};
+    std::shuffle(order.begin(), order.end(), random);
+    std::vector<std::pair<int, std::future<Outcome>>> ranks;
+    for (const int who : order) {
+      auto outcome = start(who);
+      // Often over before the others begin. (A source that refuses waits for connections, which all have.)
+      if (refusing[static_cast<std::size_t>(who)] && one_of(2)) {
+        const Outcome early = get(std::move(outcome));
+        EXPECT_TRUE(early.user_error || early.message == "refused")
+            << "round " << round << ", " << who << ": " << early;
+      } else {
+        ranks.emplace_back(who, std::move(outcome));
+      }
+    }
+    for (auto& [who, rank] : ranks) {
+      const Outcome outcome = get(std::move(rank));
+      EXPECT_EQ(outcome.ok, all_fine) << "round " << round << ", " << who << ": " << outcome;
+      EXPECT_TRUE(outcome.ok || outcome.user_error || outcome.message == "refused")
+          << "round " << round << ", " << who << ", refusing " << refusing[0] << refusing[1] << refusing[2] << ": "
+          << outcome;
+    }
+    if (HasFailure()) return;
+    const bool source = one_of(3);
+    if (source) group.sender().close(false);
+    for (int i = 0; i < 2; ++i) {
+      const bool receiver = one_of(3);
+      if (receiver) group.receiver(i).close(false);
+      if (source && i == 0) group.reopen_source();
+      if (receiver) {
+        group.reopen_receiver(i);
+      } else if (source) {
+        group.connect(i);
+      }
+      reopened += (receiver ? 1 : 0) + (source ? 1 : 0);
+    }
+  }
+  EXPECT_GT(reopened, 40);
   group.sync_again();
 }
 

@@ -354,7 +354,7 @@ inline Outcome run_receiver(WeightReceiver& receiver, int index, FakeGroups* gro
     try {
       call.at(Step::kOpened, 0);
     } catch (...) {
-      receiver.announce(call.asked);  // so that the source hears of it
+      receiver.announce();  // so that the source hears of it
       throw;
     }
     out.version = receiver.join(call.asked).version;
@@ -431,9 +431,10 @@ class Group {
       }
       groups_.use_devices(std::move(devices));
     }
+    for (int i = 0; i <= receivers; ++i) pairings_.push_back(std::make_shared<Pairing>());
     reopen_source();
     for (int i = 0; i < receivers; ++i) {
-      receivers_.push_back(std::make_unique<WeightReceiver>(identity_of(receiver_rank(i), receivers)));
+      receivers_.push_back(make_receiver(i));
       if (connected) connect(i);
     }
   }
@@ -443,10 +444,10 @@ class Group {
   [[nodiscard]] WeightReceiver& receiver(int index) { return *receivers_[static_cast<std::size_t>(index)]; }
   [[nodiscard]] FakeGroups& groups() { return groups_; }
 
-  void reopen_source() { sender_ = std::make_unique<WeightSender>(identity_of(kSource, size_)); }
+  // A closed session's next one, of the same rank in the same group.
+  void reopen_source() { sender_ = std::make_unique<WeightSender>(identity_of(kSource, size_), pairings_.front()); }
   void reopen_receiver(int index) {
-    receivers_[static_cast<std::size_t>(index)] =
-        std::make_unique<WeightReceiver>(identity_of(receiver_rank(index), size_));
+    receivers_[static_cast<std::size_t>(index)] = make_receiver(index);
     connect(index);
   }
   void connect(int index) {
@@ -487,9 +488,15 @@ class Group {
   }
 
  private:
+  [[nodiscard]] std::unique_ptr<WeightReceiver> make_receiver(int index) const {
+    return std::make_unique<WeightReceiver>(identity_of(receiver_rank(index), size_),
+                                            pairings_[static_cast<std::size_t>(index) + 1]);
+  }
+
   std::string transport_;
   int size_;
-  FakeGroups groups_;  // outlives the communicators
+  FakeGroups groups_;                               // outlives the communicators
+  std::vector<std::shared_ptr<Pairing>> pairings_;  // the source's first
   std::unique_ptr<WeightSender> sender_;
   std::vector<std::unique_ptr<WeightReceiver>> receivers_;
 };
