@@ -16,9 +16,17 @@ export CMAKE_GENERATOR := Ninja
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc python -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi')
-CMAKE_TESTS := -S . -DFASTSYNC_BUILD_TESTS=ON -DFASTSYNC_WERROR=ON
+# NVIDIA's own NCCL, once `make real-nccl` has brought it: its header and its library hold ours to what they say.
+NCCL := $(abspath build/nccl/nvidia/nccl)
+export FASTSYNC_REAL_NCCL ?= $(wildcard $(NCCL)/lib/libnccl.so.2)
+CMAKE_TESTS = -S . -DFASTSYNC_BUILD_TESTS=ON -DFASTSYNC_WERROR=ON -DFASTSYNC_NCCL_INCLUDE_DIR=$(wildcard $(NCCL)/include)
 
-.PHONY: help demo test test-cpp test-python doubles bench lint format ptx sanitize wheel clean
+# An empty value is none.
+ifeq ($(FASTSYNC_REAL_NCCL),)
+unexport FASTSYNC_REAL_NCCL
+endif
+
+.PHONY: help demo test test-cpp test-python doubles real-nccl bench lint format ptx sanitize wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +36,7 @@ help:
 	@echo 'make lint      ruff, mypy, clang-format, clang-tidy'
 	@echo 'make format    what ruff and clang-format can mend by themselves'
 	@echo 'make ptx       the device kernel, compiled anew (needs nvcc)'
+	@echo 'make real-nccl  NVIDIA'"'"'s NCCL for the tests that compare with it (200 MB; CI does)'
 	@echo 'make sanitize  C++ tests under ASan+UBSan, then under TSan'
 	@echo 'make wheel     dist/*.whl, checked with auditwheel'
 	@echo 'make clean     remove what the other targets made'
@@ -55,6 +64,10 @@ doubles: $(STAMPS)/build
 	  grep -q '^FASTSYNC_CUDA_H:PATH=.*NOTFOUND' build/cpp/CMakeCache.txt; then \
 	  echo '*** The test doubles of CUDA and NCCL are NOT built: no cuda.h. Device tests will be skipped. ***'; \
 	else cmake --build build/cpp --target fake_cuda fake_nccl; fi
+
+# Only the header is compiled against, and what needs no GPU is asked of the library. Some 200 MB.
+real-nccl: $(STAMPS)/venv
+	$(PIP) --no-deps --upgrade --target build/nccl nvidia-nccl-cu13
 
 test-python: $(STAMPS)/package $(STAMPS)/demo $(STAMPS)/dev doubles
 	$(BIN)/python -m pytest $(ARGS)

@@ -80,7 +80,7 @@ std::string double_path() {
 #endif
 }
 
-// Over a library: the double, or the vendor's own (which opens without a device), by FASTSYNC_TEST_NCCL.
+// Over a library: the double, or the vendor's own (which opens without a device), by FASTSYNC_REAL_NCCL.
 class NcclLibraryFileTest : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
@@ -88,8 +88,8 @@ class NcclLibraryFileTest : public ::testing::TestWithParam<const char*> {
       file_ = double_path();
       if (file_.empty()) GTEST_SKIP() << "no double of NCCL was built";
     } else {
-      const char* vendors = std::getenv("FASTSYNC_TEST_NCCL");
-      if (vendors == nullptr) GTEST_SKIP() << "FASTSYNC_TEST_NCCL does not name a libnccl.so.2";
+      const char* vendors = std::getenv("FASTSYNC_REAL_NCCL");
+      if (vendors == nullptr) GTEST_SKIP() << "FASTSYNC_REAL_NCCL does not name a libnccl.so.2";
       file_ = vendors;
     }
   }
