@@ -12,6 +12,7 @@
 #include "binding/devices.h"
 #include "binding/process_group.h"
 #include "binding/tensor_table.h"
+#include "bucket/share_plan.h"
 #include "comm/shm/shm_communicator.h"
 #include "common/checksum.h"
 #include "common/cpu.h"
@@ -82,6 +83,26 @@ void on_tensor(const WeightSender& sender, const std::string& name, bool named, 
     throw InvalidArgument(concat("rank ", sender.rank(), ": ", tensor, why.message()), sender.rank());
   }
 }
+
+// A manifest in shares, one a trainer.
+struct Shares {
+  SharePlan plan;
+  std::vector<Manifest> manifests;
+
+  Shares(const Manifest& whole, std::size_t trainers) : plan(SharePlan::make(whole, trainers)) {
+    for (std::size_t k = 0; k < trainers; ++k) manifests.push_back(plan.manifest_of(whole, k));
+  }
+  // The views of one share out of those of the whole.
+  [[nodiscard]] std::vector<TensorView> pick(std::span<const TensorView> views, std::size_t share) const {
+    std::vector<TensorView> out;
+    out.reserve(plan.shares.at(share).size());
+    for (const std::uint32_t i : plan.shares[share]) {
+      if (i >= views.size()) throw InternalError("the shares are another table's");
+      out.push_back(views[i]);
+    }
+    return out;
+  }
+};
 
 PyObject*& error_class(ErrorKind kind) {
   static PyObject* classes[kErrorKindCount] = {};
@@ -235,6 +256,21 @@ PYBIND11_MODULE(_core, m) {
       },
       py::arg("manifest"), py::arg("bucket_bytes"));
 
+  py::class_<Shares>(m, "Shares")
+      .def(py::init([](const SyncPlan& whole, std::size_t trainers) { return Shares(whole.manifest, trainers); }),
+           py::arg("whole"), py::arg("trainers"))
+      .def_property_readonly("imbalance", [](const Shares& s) { return s.plan.imbalance(); })
+      .def_property_readonly("nbytes", [](const Shares& s) { return s.plan.nbytes; })
+      .def(
+          "fingerprint", [](const Shares& s, std::size_t share) { return s.manifests.at(share).fingerprint(); },
+          py::arg("share"))
+      .def(
+          "plan",
+          [](const Shares& s, std::size_t share, std::uint64_t bucket_bytes) {
+            return std::const_pointer_cast<SyncPlan>(SyncPlan::make(s.manifests.at(share), bucket_bytes));
+          },
+          py::arg("share"), py::arg("bucket_bytes"));
+
   py::class_<TensorTable>(m, "TensorTable")
       .def(py::init<int>(), py::arg("rank"))
       .def("refresh", &TensorTable::refresh, py::arg("names"), py::arg("objects"))
@@ -254,11 +290,15 @@ PYBIND11_MODULE(_core, m) {
       .def("clear", &TensorTable::clear)
       .def("__len__", &TensorTable::size);
 
-  py::class_<TableBinder>(m, "TableBinder")
+  py::class_<DestinationBinder>(m, "DestinationBinder");
+  py::class_<TableBinder, DestinationBinder>(m, "TableBinder")
       .def(py::init<TensorTable&, bool, bool>(), py::arg("table"), py::arg("strict"), py::arg("streaming"),
            py::keep_alive<1, 2>())
       .def_property_readonly("missing", [](const TableBinder& b) { return b.lists().missing; })
       .def_property_readonly("unexpected", [](const TableBinder& b) { return b.lists().unexpected; });
+
+  py::class_<ShareBinder, DestinationBinder>(m, "ShareBinder")
+      .def(py::init<TensorTable&>(), py::arg("table"), py::keep_alive<1, 2>());
 
   bind_devices(m);
 
@@ -313,12 +353,13 @@ PYBIND11_MODULE(_core, m) {
       .def(
           "begin",
           [](WeightSender& s, std::uint64_t version, std::uint64_t bucket_bytes, std::uint32_t buffers, bool verify,
-             bool strict, const std::shared_ptr<SyncPlan>& plan, bool streaming) {
+             bool strict, const std::shared_ptr<SyncPlan>& plan, bool streaming, std::uint64_t set_id,
+             std::uint64_t share_bytes) {
             const py::gil_scoped_release release;
-            return s.begin({version, bucket_bytes, buffers, verify, strict}, plan, streaming);
+            return s.begin({version, bucket_bytes, buffers, verify, strict, set_id, share_bytes}, plan, streaming);
           },
           py::arg("version"), py::arg("bucket_bytes"), py::arg("buffers"), py::arg("verify"), py::arg("strict"),
-          py::arg("plan").none(true), py::arg("streaming"))
+          py::arg("plan").none(true), py::arg("streaming"), py::arg("set_id") = 0, py::arg("share_bytes") = 0)
       .def_property_readonly("needs_external", &WeightSender::needs_external)
       .def_property_readonly("comm_generation", &WeightSender::comm_generation)
       .def(
@@ -338,6 +379,15 @@ PYBIND11_MODULE(_core, m) {
             s.send_plan(views, stamp);
           },
           py::arg("table"))
+      .def(
+          "send_share",
+          [](WeightSender& s, const TensorTable& table, const Shares& shares, std::size_t share) {
+            const auto views = shares.pick(table.views(), share);
+            const auto stamp = table.layout_stamp();
+            const py::gil_scoped_release release;
+            s.send_plan(views, stamp);
+          },
+          py::arg("table"), py::arg("shares"), py::arg("share"))
       .def(
           "push_plain",
           [](WeightSender& s, const std::string& name, const py::object& object) {
@@ -385,6 +435,7 @@ PYBIND11_MODULE(_core, m) {
              return std::const_pointer_cast<SyncPlan>(s.finish_stream());
            })
       .def_property_readonly("followed_plan", &WeightSender::followed_plan)
+      .def("verified", &WeightSender::verified, NoGil())
       .def("commit",
            [](WeightSender& s) {
              ReadyLists lists;
@@ -439,6 +490,7 @@ PYBIND11_MODULE(_core, m) {
       .def("verify_first", &WeightReceiver::verify_first, py::arg("value"))
       .def_property_readonly("on_device", &WeightReceiver::on_device)
       .def("announce", &WeightReceiver::announce, NoGil())
+      .def("ask", &WeightReceiver::ask, py::arg("transport"), NoGil())
       .def(
           "join",
           [](WeightReceiver& r, const std::string& transport) {
@@ -456,11 +508,14 @@ PYBIND11_MODULE(_core, m) {
             d["streaming"] = b.streaming != 0;
             d["transport"] = b.transport;
             d["comm_generation"] = b.comm_generation;
+            d["fingerprint"] = b.fingerprint;
+            d["set_id"] = b.set_id;
+            d["share_bytes"] = b.share_bytes;
             return d;
           },
           py::arg("transport"))
       .def(
-          "bind", [](WeightReceiver& r, TableBinder& binder) { r.bind(binder); }, py::arg("binder"), NoGil())
+          "bind", [](WeightReceiver& r, DestinationBinder& binder) { r.bind(binder); }, py::arg("binder"), NoGil())
       .def("ready", &WeightReceiver::ready, NoGil())
       .def_property_readonly("needs_external", &WeightReceiver::needs_external)
       .def(
@@ -475,6 +530,20 @@ PYBIND11_MODULE(_core, m) {
           "receive_into",
           [](WeightReceiver& r, TableBinder& binder) { r.receive_into(binder, binder.table().layout_stamp()); },
           py::arg("binder"), NoGil())
+      .def(
+          "receive_share",
+          [](WeightReceiver& r, ShareBinder& binder, std::size_t at_most) {
+            return r.receive_into(binder, binder.table().layout_stamp(), at_most);
+          },
+          py::arg("binder"), py::arg("at_most"), NoGil())
+      .def(
+          "shares",
+          [](const WeightReceiver& r, std::size_t trainers) { return Shares(r.manifest(), trainers); },
+          py::arg("trainers"))
+      .def(
+          "first_difference",
+          [](const WeightReceiver& r, const SyncPlan& mine) { return first_difference(mine.manifest, r.manifest()); },
+          py::arg("mine"))
       .def(
           "next_bucket",
           // (address, used_bytes, [(tensor, tensor_offset, bucket_offset, nbytes, completes)], tensors_begin, tensors_end)
@@ -511,6 +580,15 @@ PYBIND11_MODULE(_core, m) {
             return py::make_tuple(t.name, t.dtype, t.shape, t.nbytes);
           },
           py::arg("index"))
+      .def(
+          "verified",
+          [](WeightReceiver& r, std::vector<std::string> missing, std::vector<std::string> unexpected) {
+            const ReadyLists lists{std::move(missing), std::move(unexpected)};
+            const py::gil_scoped_release release;
+            r.verified(lists);
+          },
+          py::arg("missing"), py::arg("unexpected"))
+      .def("conclude", &WeightReceiver::conclude, NoGil())
       .def(
           "commit",
           [](WeightReceiver& r, std::vector<std::string> missing, std::vector<std::string> unexpected) {

@@ -788,4 +788,20 @@ void TableBinder::check_sharing(const Manifest& manifest) const {
   }
 }
 
+void ShareBinder::bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) {
+  views.reserve(last);
+  for (std::size_t i = first; i < last; ++i) {
+    const auto it = table_.index().find(manifest[i].name);
+    if (it == table_.index().end()) {
+      views.emplace_back();
+      continue;
+    }
+    const TensorView& view = table_.view(it->second);
+    if (view.nbytes != manifest[i].nbytes) {
+      throw InternalError(concat("share entry ", describe(manifest[i]), " was bound to ", view.nbytes, " bytes"));
+    }
+    views.push_back(view);
+  }
+}
+
 }  // namespace fastsync::binding

@@ -211,4 +211,17 @@ class TableBinder final : public DestinationBinder {
   ReadyLists lists_;
 };
 
+// Destinations of a table for one share of a manifest that a TableBinder has bound as a whole: what fits and what is
+// missing is settled, only the addresses are looked up. InternalError where the two do not belong together.
+class ShareBinder final : public DestinationBinder {
+ public:
+  explicit ShareBinder(TensorTable& table) : table_(table) {}
+  void bind(const Manifest& manifest, std::size_t first, std::size_t last, std::vector<TensorView>& views) override;
+  void finish(const Manifest& /*manifest*/) override {}
+  [[nodiscard]] const TensorTable& table() const noexcept { return table_; }
+
+ private:
+  TensorTable& table_;
+};
+
 }  // namespace fastsync::binding

@@ -127,6 +127,8 @@ std::vector<std::byte> encode(const Begin& v) {
   w.u64(v.bucket_bytes);
   w.u64(v.asked_bytes);
   w.u64(v.comm_generation);
+  w.u64(v.set_id);
+  w.u64(v.share_bytes);
   w.u32(v.buffers);
   w.u8(v.verify);
   w.u8(v.strict);
@@ -144,6 +146,8 @@ void decode(std::span<const std::byte> bytes, Begin& out) {
   out.bucket_bytes = r.u64();
   out.asked_bytes = r.u64();
   out.comm_generation = r.u64();
+  out.set_id = r.u64();
+  out.share_bytes = r.u64();
   out.buffers = r.u32();
   out.verify = r.u8();
   out.strict = r.u8();

@@ -25,7 +25,7 @@ namespace fastsync {
 
 inline constexpr std::uint32_t kFrameMagic = 0x31595346;  // "FSY1"
 // Bumped whenever a frame changes meaning: ranks with different numbers refuse each other by name.
-inline constexpr std::uint32_t kProtocolVersion = 3;
+inline constexpr std::uint32_t kProtocolVersion = 4;
 inline constexpr std::size_t kMaxPayloadBytes = std::size_t{8} << 20;
 inline constexpr std::size_t kManifestChunkBytes = std::size_t{1} << 20;
 
@@ -168,6 +168,8 @@ struct Begin {
   std::uint64_t bucket_bytes = 0;  // of a real bucket
   std::uint64_t asked_bytes = 0;   // what the cuts are computed with
   std::uint64_t comm_generation = 0;
+  std::uint64_t set_id = 0;       // names the share sessions whose verdict this session gives; 0: it carries data itself
+  std::uint64_t share_bytes = 0;  // with set_id: the bucket size asked for in each of those
   std::uint32_t buffers = 0;
   std::uint8_t verify = 0;
   std::uint8_t strict = 0;

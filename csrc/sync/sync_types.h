@@ -54,6 +54,10 @@ struct SyncOptions {
   std::uint32_t buffers = 2;
   bool verify = true;
   bool strict = true;
+  // Not 0: this session gives the verdict of a set of sessions that carry the manifest's bytes in shares. Its own manifest
+  // travels and is checked, no bucket does. The number names the set, `share_bytes` is the bucket size asked for there.
+  std::uint64_t set_id = 0;
+  std::uint64_t share_bytes = 0;
 };
 
 // Seconds, by what this rank's thread did.

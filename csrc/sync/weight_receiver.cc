@@ -394,8 +394,7 @@ void WeightReceiver::announce() {
   send_join(std::move(join));
 }
 
-const Begin& WeightReceiver::join(const std::string& transport) {
-  const auto start = Clock::now();
+void WeightReceiver::ask(const std::string& transport) {
   enter_call();
   Join join;
   join.comm_generation = comm_ ? comm_generation_ : 0;
@@ -408,6 +407,11 @@ const Begin& WeightReceiver::join(const std::string& transport) {
   join.verifies_first = verifies_first_ ? 1 : 0;
   join.manifests = plans_.fingerprints();
   send_join(std::move(join));
+}
+
+const Begin& WeightReceiver::join(const std::string& transport) {
+  const auto start = Clock::now();
+  if (!joined_) ask(transport);
   wait_until("begin a sync", [this] { return began_; });
   phase_ = "check";
   const bool planned = begin_.streaming == 0 || begin_.fingerprint != 0 || begin_.tensors != 0;
@@ -661,23 +665,22 @@ void WeightReceiver::end_stream() {
   plans_.put(SyncPlan::make(grown_, begin_.asked_bytes));
 }
 
-void WeightReceiver::receive_into(DestinationBinder& binder, std::uint64_t stamp) {
+bool WeightReceiver::receive_into(DestinationBinder& binder, std::uint64_t stamp, std::size_t at_most) {
   const StoreMode mode = [&] {
     // Around the cache only when the model does not fit into it anyway.
     const std::uint64_t total = begin_.streaming != 0 ? ~std::uint64_t{0} : plan_->manifest.nbytes();
     return total > cache_sizes().last_level / 2 ? StoreMode::kStreaming : StoreMode::kCached;
   }();
-  std::size_t bound = 0;
   const auto bind_upto = [&](std::size_t end) {
-    if (end > bound) binder.bind(manifest(), bound, end, views_);
-    bound = std::max(bound, end);
+    if (end > views_.size()) binder.bind(manifest(), views_.size(), end, views_);
   };
   const bool planned = begin_.streaming == 0;
-  if (device_began_ && planned) {
+  if (device_began_ && planned && next_bucket_ == 0) {
     device_->bind(plan_->buckets.fragments, plan_->buckets.buckets, views_,
                   stamp == 0 ? 0 : stamp ^ begin_.fingerprint ^ begin_.asked_bytes);
   }
-  while (auto header = await_bucket()) {
+  std::optional<BucketHeader> header;
+  while (at_most-- > 0 && (header = await_bucket())) {
     const BucketLayout& layout = understand(*header);
     if (!planned) bind_upto(planned_entries_);
     const auto start = Clock::now();
@@ -704,12 +707,14 @@ void WeightReceiver::receive_into(DestinationBinder& binder, std::uint64_t stamp
     for (const Fragment& f : part) bytes_ += f.nbytes;
     release_bucket();
   }
+  if (header) return false;  // its turn is over, more may follow
   finish_device();
   if (!planned) {
     bind_upto(manifest().size());
     binder.finish(manifest());
     end_stream();
   }
+  return true;
 }
 
 // Waits for the unpacking, and compares every checksum that could not be compared before.
@@ -779,24 +784,39 @@ void WeightReceiver::release_bucket() {
   ++next_bucket_;
 }
 
-void WeightReceiver::commit(const ReadyLists& lists) {
-  const auto start = Clock::now();
+void WeightReceiver::verified(const ReadyLists& lists) {
   release_bucket();
   phase_ = "commit";
   auto pieces = encode_lists(lists);
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     link_->send(FrameType::kDone, sync_, i + 1 == pieces.size() ? 1 : 0, pieces[i]);
   }
+}
+
+void WeightReceiver::commit(const ReadyLists& lists) {
+  const auto start = Clock::now();
+  verified(lists);
   wait_until("commit", [this] { return committed_; });
-  if (next_bucket_ > 0) retired_.clear();
-  descriptors_.clear();
   phases_.commit += seconds_since(start);
+  if (next_bucket_ > 0) retired_.clear();
+  end_call();
+}
+
+void WeightReceiver::conclude() noexcept {
+  if (!active_) return;
+  committed_sync_ = sync_;
+  if (next_bucket_ > 0) retired_.clear();
+  end_call();
+}
+
+void WeightReceiver::end_call() noexcept {
   active_ = joined_ = began_ = false;
   phase_ = "idle";
   hook_ = nullptr;
   planner_.reset();
   plan_.reset();
   grown_ = Manifest{};
+  descriptors_.clear();
 }
 
 void WeightReceiver::send_failure(const Failure& failure) {
@@ -832,13 +852,7 @@ void WeightReceiver::fail(ErrorKind kind, int rank, const std::string& message) 
     drop_data_plane();  // not at rest: the next sync makes a new one
   }
   if (link_ && link_->gone() && comm_ && comm_->recovery() != Recovery::kAbort) drop_data_plane();
-  active_ = joined_ = began_ = false;
-  phase_ = "idle";
-  hook_ = nullptr;
-  planner_.reset();
-  plan_.reset();
-  grown_ = Manifest{};
-  descriptors_.clear();
+  end_call();
 }
 
 // After a failure: the data plane at rest, or given up. Throws where it could not be brought to rest.

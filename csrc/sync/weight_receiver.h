@@ -5,7 +5,8 @@
 //   ready()         its destinations fit; everybody's do
 //   next_bucket()   a verified bucket, in order, until it says no more    -- or --
 //   receive_into()  all of them, straight into the destinations
-//   commit()        everything arrived and was verified; the version moves
+//   commit()        everything arrived and was verified; the version moves         -- or --
+//   verified() ... conclude()   the same, where another session gives the verdict
 //   fail()          at any point: tells the source, which tells the others
 //
 // Ownership: the control connection, the mapped or own buckets, the plan cache. Destinations stay the caller's.
@@ -15,6 +16,7 @@
 
 #include <chrono>
 #include <deque>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -75,7 +77,10 @@ class WeightReceiver {
 
   // Sends Join without waiting: for a call that fails before it can take part, so that the source hears why.
   void announce();
-  // Sends Join and waits for Begin and the whole manifest it announces.
+  // Sends Join for a call that takes part, without waiting. join() does it where this was not called: it is apart, so that
+  // a caller of several sessions asks all of them before it waits for one.
+  void ask(const std::string& transport);
+  // Waits for Begin and the whole manifest it announces.
   const Begin& join(const std::string& transport);
   [[nodiscard]] const Manifest& manifest() const noexcept { return deviated_ || !plan_ ? grown_ : plan_->manifest; }
   [[nodiscard]] const Begin& begin() const noexcept { return begin_; }
@@ -92,8 +97,10 @@ class WeightReceiver {
   // What the external data plane's operations write to: to be kept alive as long as they run.
   [[nodiscard]] std::shared_ptr<const Buffer> external_memory() const;
 
-  // `stamp`: as WeightSender::send_plan().
-  void receive_into(DestinationBinder& binder, std::uint64_t stamp = 0);
+  // `stamp`: as WeightSender::send_plan(). Takes at most `at_most` buckets and returns whether that was all of them: a
+  // caller that drives several sessions takes turns, and calls again until it is.
+  bool receive_into(DestinationBinder& binder, std::uint64_t stamp = 0,
+                    std::size_t at_most = std::numeric_limits<std::size_t>::max());
 
   struct Piece {
     Fragment fragment;
@@ -112,8 +119,12 @@ class WeightReceiver {
   // Keeps the memory of lent buckets mapped: a callee that holds on to a tensor reads stale bytes, but no fault.
   [[nodiscard]] std::shared_ptr<void> bucket_owner() const { return comm_; }
 
-  // `lists`: names for the report of the source. Waits for the verdict.
+  // Tells the source that everything arrived and was verified. `lists`: names for its report.
+  void verified(const ReadyLists& lists);
+  // verified(), and waits for the verdict.
   void commit(const ReadyLists& lists);
+  // After verified(): ends the call as committed, because another session has given the verdict. Waits for nothing.
+  void conclude() noexcept;
 
   // `about_destination`: the others see ManifestMismatch. Never throws.
   void fail(ErrorKind kind, int rank, const std::string& message) noexcept;
@@ -143,6 +154,7 @@ class WeightReceiver {
   void settle_data_plane(bool began);
   void tick();
   void throw_if_over();
+  void end_call() noexcept;
   void pump();
   void handle(Frame& frame);
   void wait_until(const char* what, const std::function<bool()>& done);

@@ -406,6 +406,7 @@ void WeightSender::open(std::chrono::nanoseconds timeout, Hook hook) {
   active_ = true;
   timeout_ = timeout;
   hook_ = std::move(hook);
+  verified_ = false;
   failure_.reset();
   phase_ = "join";
   phases_ = {};
@@ -476,11 +477,18 @@ ReadyLists tidy(ReadyLists lists, const Manifest* manifest) {
 
 }  // namespace
 
-ReadyLists WeightSender::commit() {
+void WeightSender::verified() {
   phase_ = "commit";
   const auto start = Clock::now();
   wait_for("verify and commit", [](const Peer& peer) { return peer.done; });
   if (comm_ && !peers_.empty() && next_bucket_ > 0) comm_->flush(*wait_);
+  phases_.commit += seconds_since(start);
+  verified_ = true;
+}
+
+ReadyLists WeightSender::commit() {
+  if (!verified_) verified();
+  const auto start = Clock::now();
   send_all(FrameType::kCommit, options_.version, {});
   committed_sync_ = sync_;
   phases_.commit += seconds_since(start);

@@ -82,7 +82,11 @@ class WeightSender {
   std::shared_ptr<const SyncPlan> finish_stream();
   [[nodiscard]] bool followed_plan() const noexcept { return !deviated_; }
 
-  // Returns the union of what the receivers miss or did not expect, in no particular order.
+  // Waits until every receiver has everything and has verified it. commit() begins with it; called by itself where
+  // another session gives the verdict (SyncOptions::set_id). Commits nothing: what follows is commit() or fail().
+  void verified();
+  // Returns the union of what the receivers miss or did not expect, in no particular order. After verified() it waits for
+  // nothing more.
   ReadyLists commit();
 
   // Tells every receiver; brings the data plane to rest, within a bounded time. Never throws, idempotent.
@@ -185,6 +189,7 @@ class WeightSender {
   std::uint64_t& sync_;
   std::uint64_t committed_sync_ = 0;
   bool active_ = false;
+  bool verified_ = false;
   std::chrono::nanoseconds timeout_{};
   Hook hook_;
   std::unique_ptr<Wait> wait_;

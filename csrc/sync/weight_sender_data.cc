@@ -175,6 +175,8 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
   begin.buffers = options.buffers;
   begin.verify = options.verify ? 1 : 0;
   begin.strict = options.strict ? 1 : 0;
+  begin.set_id = options.set_id;
+  begin.share_bytes = options.share_bytes;
   begin.streaming = streaming ? 1 : 0;
   begin.transport = transport_;
   if (plan_) {
@@ -187,7 +189,7 @@ bool WeightSender::begin(const SyncOptions& options, std::shared_ptr<const SyncP
                            ? align_up(std::clamp<std::uint64_t>(options.bucket_bytes, 1, kMaxStreamingBucketBytes))
                            : plan_->buckets.bucket_bytes;
   bucket_bytes_ = begin.bucket_bytes;
-  const bool has_data = !peers_.empty() && (streaming || !plan_->buckets.buckets.empty());
+  const bool has_data = !peers_.empty() && options.set_id == 0 && (streaming || !plan_->buckets.buckets.empty());
   if (has_data) {
     prepare_data_plane(begin.bucket_bytes, options.buffers);
     begin.comm_generation = comm_generation_;

@@ -17,7 +17,7 @@ from ._device import DeviceArray, torch_bytes
 from ._tensors import dtype_from_name
 from .errors import CommError
 
-__all__ = ["DeviceSpace", "HostSpace", "Space", "deliver"]
+__all__ = ["DeviceSpace", "HostSpace", "Space", "deliver", "deliver_in_turn"]
 
 
 class Space(Protocol):
@@ -116,6 +116,30 @@ class DeviceSpace:
 
 def deliver(receiver: Any, space: Space, *, own: bool) -> Iterator[list[tuple[str, Any]]]:
     """Bucket by bucket, the tensors that are whole now. `own`: copied out; else views of the bucket."""
+    for items in deliver_buckets(receiver, space, own=own):
+        if items:
+            yield items
+        items = []
+
+
+def deliver_in_turn(receivers: list[Any], spaces: list[Space], *, own: bool) -> Iterator[list[tuple[str, Any]]]:
+    """As deliver(), from several receivers: one bucket of each in turn, as long as they have one."""
+    left = [(r, deliver_buckets(r, space, own=own)) for r, space in zip(receivers, spaces)]
+    while left:
+        for turn in list(left):
+            receiver, buckets = turn
+            items = next(buckets, None)
+            if items is None:
+                left.remove(turn)
+                continue
+            if items:
+                yield items
+            items = []
+            receiver.release_bucket()  # its next one can come while it is the others' turn
+
+
+def deliver_buckets(receiver: Any, space: Space, *, own: bool) -> Iterator[list[tuple[str, Any]]]:
+    """As deliver(), with an empty list for a bucket that makes no tensor whole."""
     partial: Any = None
     delivered = 0
 
@@ -152,8 +176,7 @@ def deliver(receiver: Any, space: Space, *, own: bool) -> Iterator[list[tuple[st
             items.append((name, space.empty(dtype, shape, nbytes) if tensor is None else tensor))
         delivered = last
         space.open(0, 0, None)
-        if items:
-            yield items
+        yield items
         items = []
         receiver.release_bucket()
     rest = [empty(index) for index in range(delivered, receiver.tensors)]  # empty tensors after the last bucket

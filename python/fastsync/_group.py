@@ -29,7 +29,9 @@ from . import _core, _gloo
 from ._waiting import Deadline, bounded
 from .errors import CommError, InvalidArgument, PeerLost, StateError, SyncTimeout
 
-__all__ = ["Channel", "channel_for", "close_all", "close_channel", "resolve_group"]
+__all__ = ["SHARDED", "Channel", "channel_for", "close_all", "close_channel", "resolve_group"]
+
+SHARDED = -1  # the source of a sync in which every trainer rank sends a share
 
 _SIOCGIFADDR = 0x8915  # from linux/sockios.h
 # How often the store is asked for what is not there yet: at first, and at last.
@@ -92,7 +94,7 @@ def local_addresses() -> list[str]:
 
 
 def resolve_group(group: Any, src: object) -> tuple[Any, list[int], int, int]:
-    """(process group, its global ranks, this rank, source rank); InvalidArgument if any of it is wrong."""
+    """(process group, its global ranks, this rank, source rank or SHARDED); InvalidArgument if any of it is wrong."""
     if not dist.is_available() or not dist.is_initialized():
         if group is None:
             raise InvalidArgument(
@@ -112,8 +114,13 @@ def resolve_group(group: Any, src: object) -> tuple[Any, list[int], int, int]:
         me = dist.get_rank()
     except (RuntimeError, ValueError, KeyError) as error:
         raise InvalidArgument(f"group is not a process group of torch.distributed any more: {error}") from None
+    if isinstance(src, str) and src == "sharded":
+        return group, ranks, me, SHARDED
     if isinstance(src, bool) or not isinstance(src, int):
-        raise InvalidArgument(f"src is {src!r}; it is a global rank (int) of the group {_short(ranks)}")
+        raise InvalidArgument(
+            f"src is {src!r}; it is a global rank (int) of the group {_short(ranks)}, or 'sharded' (every trainer rank sends "
+            "a share)"
+        )
     if src not in ranks:
         raise InvalidArgument(f"src is {src}, which is not a rank of the group {_short(ranks)}; src is a global rank")
     return group, ranks, me, src
@@ -165,7 +172,9 @@ def _wait_key(store: Any, keys: list[str], deadline: Deadline, cancelled: thread
 class Channel:
     """This process's end of one (group, source). Use it between `acquire()` and `release()`."""
 
-    def __init__(self, group: Any, ranks: list[int], rank: int, src: int, pairing: _core.Pairing) -> None:
+    def __init__(
+        self, group: Any, ranks: list[int], rank: int, src: int, pairing: _core.Pairing, name: str | None = None
+    ) -> None:
         self._pairing = pairing  # of this group's calls, whatever session they were made on
         self.ranks = ranks
         self.rank = rank
@@ -179,6 +188,7 @@ class Channel:
         self.closed = False
         self.lost: PeerLost | None = None
         self._group = weakref.ref(group)
+        self._name = str(src) if name is None else name  # under which the store keeps what is said here
         self._store: Any = None
         self._token = ""
         self._generation = 0
@@ -250,8 +260,11 @@ class Channel:
 
     # --- rendezvous
 
-    def connect(self, deadline: Deadline) -> None:
-        """Makes the core's object for this end, and, as a receiver, a connection to the source."""
+    def connect(self, deadline: Deadline, check: Callable[[], None] | None = None) -> None:
+        """Makes the core's object for this end, and, as a receiver, a connection to the source.
+
+        `check` is called on every wake of a wait, and may end it by an exception.
+        """
         if self.lost is not None:
             raise PeerLost(str(self.lost), self.lost.rank)
         if len(self.ranks) == 1:
@@ -260,14 +273,14 @@ class Channel:
             return
         if self.is_source:
             if self.sender is None:
-                self._serve(deadline)
+                self._serve(deadline, check)
             if not self._hosts_known:
                 self._look_for_hosts(deadline)
         else:
             if self.receiver is None:
                 self.receiver = self._make_receiver("")  # it may know already that this call fails
             if not (self.receiver.connected or self.receiver.has_missed):
-                self._reach(deadline)
+                self._reach(deadline, check)
 
     def _make_receiver(self, token: str) -> _core.WeightReceiver:
         return _core.WeightReceiver(self.rank, self.src, self.ranks, token, host_id(), self._pairing)
@@ -277,13 +290,13 @@ class Channel:
             group = self._group()
             if group is None:
                 raise StateError("the process group of this session was destroyed")
-            self._store = dist.PrefixStore(f"{_PREFIX}/{self.src}", _store_of(group))
+            self._store = dist.PrefixStore(f"{_PREFIX}/{self._name}", _store_of(group))
         return self._store
 
     def _say_hello(self, store: Any) -> None:
         store.set(f"host/{self.rank}", json.dumps({"host": host_id(), "pid": os.getpid()}))
 
-    def _serve(self, deadline: Deadline) -> None:
+    def _serve(self, deadline: Deadline, check: Callable[[], None] | None) -> None:
         """Listens, and says where: from then on receivers can connect, and be told if this sync fails."""
         store = self._open_store()
         token = secrets.token_hex(16)
@@ -297,7 +310,7 @@ class Channel:
 
         try:
             self._generation = self._with_store(
-                publish, deadline, "publishing the source's address in the group's store"
+                publish, deadline, "publishing the source's address in the group's store", check
             )
         except BaseException:
             sender.close(False)
@@ -340,7 +353,7 @@ class Channel:
 
         threading.Thread(target=publish, name="fastsync-tcp", daemon=True).start()
 
-    def _reach(self, deadline: Deadline) -> None:
+    def _reach(self, deadline: Deadline, check: Callable[[], None] | None) -> None:
         store = self._open_store()
         mine = host_id()
         if self.receiver is not None:
@@ -362,7 +375,7 @@ class Channel:
 
         while True:
             address = self._with_store(
-                find, deadline, f"finding rank {self.src} (the source) through the group's store"
+                find, deadline, f"finding rank {self.src} (the source) through the group's store", check
             )
             if address is None:
                 raise SyncTimeout(
@@ -395,9 +408,16 @@ class Channel:
             self.receiver = receiver
             return
 
-    def _with_store(self, work: Callable[[threading.Event], Any], deadline: Deadline, what: str) -> Any:
+    def _with_store(
+        self,
+        work: Callable[[threading.Event], Any],
+        deadline: Deadline,
+        what: str,
+        check: Callable[[], None] | None = None,
+    ) -> Any:
+        what_of = f"rank {self.rank}: {what} (the rank that hosts the store may be stopped)"
         try:
-            return bounded(work, deadline, f"rank {self.rank}: {what} (the rank that hosts the store may be stopped)")
+            return bounded(work, deadline, what_of, check)
         except (RuntimeError, ConnectionError) as error:
             if isinstance(error, (PeerLost, CommError, StateError)):
                 raise
@@ -472,8 +492,8 @@ _pairings: dict[tuple[int, int], _core.Pairing] = {}  # of groups whose end clos
 _registry_lock = threading.RLock()
 
 
-def channel_for(group: Any, ranks: list[int], rank: int, src: int) -> Channel:
-    """The channel of (group, src), made or found."""
+def channel_for(group: Any, ranks: list[int], rank: int, src: int, kind: type[Channel] = Channel) -> Channel:
+    """The channel of (group, src), made (as a `kind`) or found."""
     key = (id(group), src)
     with _registry_lock:
         if any(channel.pid != os.getpid() for channel in _channels_of(group)):
@@ -488,7 +508,7 @@ def channel_for(group: Any, ranks: list[int], rank: int, src: int) -> Channel:
         if key not in _pairings:
             _pairings[key] = _core.Pairing()
             weakref.finalize(group, _forget, key).atexit = False
-        channel = Channel(group, ranks, rank, src, _pairings[key])
+        channel = kind(group, ranks, rank, src, _pairings[key])
         channel.users = 1
         _channels[key] = channel
         return channel

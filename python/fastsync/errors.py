@@ -5,6 +5,8 @@ Every error has `.rank`, the global rank it is about (the lost, stuck, failing o
 
 from __future__ import annotations
 
+from types import TracebackType
+
 from . import _core
 
 __all__ = [
@@ -32,6 +34,19 @@ class Error(Exception):
 
     def __reduce__(self) -> tuple[type[Error], tuple[str, int]]:
         return (type(self), (str(self), self.rank))
+
+
+class Refused:
+    """Marks an InvalidArgument raised inside it as being about a tensor: other ranks see it as a ManifestMismatch."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, InvalidArgument):
+            error.refused = True  # type: ignore[attr-defined]
 
 
 class InvalidArgument(Error, ValueError):

@@ -56,12 +56,19 @@ class SyncReport:
         """At the source: why this transport, and why none of the others that "auto" tries before it; else empty."""
         return str(self.__dict__.get("_transport_reason", ""))
 
+    @property
+    def imbalance(self) -> float | None:
+        """With src="sharded": bytes of the largest trainer's share over the mean share (1.0 is perfect); else None."""
+        return self.__dict__.get("_imbalance")
+
     def __str__(self) -> str:
         text = (
             f"version {self.version}: {self.tensors} tensors, {format_bytes(self.nbytes)} in {self.seconds:.4f} s "
             f"({self.gb_per_s:.2f} GB/s) over {self.transport}, {self.buckets} buckets of "
             f"{format_bytes(self.bucket_bytes)}, plan {'reused' if self.plan_reused else 'made'}"
         )
+        if self.imbalance is not None:
+            text += f", imbalance {self.imbalance:.2f}"
         if self.unexpected or self.missing:
             text += f", {len(self.unexpected)} unexpected, {len(self.missing)} missing"
         return text

@@ -9,25 +9,26 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import torch
 
-from . import _core
+from . import _core, _sharded
 from ._delivery import DeviceSpace, HostSpace, Space, deliver
 from ._device import cuda_in_use, current_device, runtime_for, stream_handle
-from ._group import Channel, channel_for, close_channel, resolve_group
+from ._group import SHARDED, Channel, channel_for, close_channel, resolve_group
 from ._progress import Display, check_progress
 from ._tensors import Description, describe, is_generator, pair, read_items, split_items
 from ._transports import candidates, check_transport, default_bucket_bytes
 from ._waiting import Deadline
-from .errors import CommError, Error, InvalidArgument, PeerFailed, PeerLost, SharedDestination, StateError
+from .errors import CommError, Error, InvalidArgument, PeerFailed, PeerLost, Refused, SharedDestination, StateError
 from .report import SyncReport
 
 __all__ = ["Params", "WeightSync", "broadcast_bucketed", "close", "receive_bucketed"]
 
 Params = Union[torch.nn.Module, Mapping[str, Any], Iterable[tuple[str, Any]]]
 LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], object]
+Source = Union[int, Literal["sharded"]]
 
 _MAX_BUFFERS = 64
 _REMEMBERED_PLANS = 4
@@ -57,30 +58,22 @@ def _check_bool(name: str, value: object) -> bool:
     return value
 
 
-class _Refused:
-    """Marks an InvalidArgument that is about a tensor: the other ranks see it as a ManifestMismatch."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, InvalidArgument):
-            error.refused = True  # type: ignore[attr-defined]
-
-
 class WeightSync:
     """Syncs weights from one rank of a group to all others, over and over; keeps plan, buffers and communicator.
 
     Every rank of the group makes one and calls it in step: `broadcast()` on rank `src`, `receive()` or `stream()` on
     the others. Making it is local; the ranks find each other in the first sync.
 
+    With `src="sharded"` every rank that calls `broadcast()` is a trainer: all of them hold the same params, and each sends
+    a share of the bytes, so that one host's network is not the limit. Ranks that call `receive()` or `stream()` get the
+    whole. A rank keeps its role as long as the process group lives. Where settings differ, the lowest trainer's hold.
+
     Args:
         group: A `torch.distributed` process group; None is the default group.
-        src: Global rank of the source.
+        src: Global rank of the source, or "sharded".
         bucket_bytes: Bytes of a bucket, at least 1; rounded up to 256, cut down to what the plan needs. None: by
-            transport and cache size. The source's value holds.
+            transport and cache size. The source's value holds. Sharded: of one bucket of every share together, so that a
+            receiver's memory does not grow with the number of trainers.
         transport: "auto", "shm" (one host), "gloo" (several), "nccl" (CUDA) or "ipc" (CUDA, ranks on one device); see
             `fastsync.transports()`.
         verify: Checksum every bucket. The source's value holds.
@@ -99,7 +92,7 @@ class WeightSync:
         self,
         group: Any = None,
         *,
-        src: int = 0,
+        src: Source = 0,
         bucket_bytes: int | None = None,
         transport: str = "auto",
         verify: bool = True,
@@ -118,10 +111,11 @@ class WeightSync:
         self._timeout_s = _check_timeout(timeout_s)
         self._progress = check_progress(progress)
         self._transport = check_transport(transport)
-        process_group, ranks, rank, src = resolve_group(group, src)
+        process_group, ranks, rank, source = resolve_group(group, src)
         self._rank = rank
-        self._src = src
-        self._channel: Channel = channel_for(process_group, ranks, rank, src)
+        self._src = source
+        kind = _sharded.ShardedChannel if source == SHARDED else Channel
+        self._channel: Channel = channel_for(process_group, ranks, rank, source, kind)
         self._shares_version = False
         self._version: int | None = None
         self._dirty = False
@@ -177,13 +171,15 @@ class WeightSync:
     # --- the source
 
     def broadcast(self, params: Params, version: int | None = None) -> SyncReport:
-        """Sends `params` to every other rank and commits them as `version`. Called by rank `src` only.
+        """Sends `params` to every other rank and commits them as `version`. Called by rank `src`, or by every trainer.
 
         Args:
             params: An nn.Module (its `state_dict(keep_vars=True)`), a mapping, an iterable of (name, tensor) pairs, or a
                 generator of them, which is pulled on this thread, one item at a time, each copied before the next is
-                asked for. Do not write to the tensors until this returns.
-            version: A whole number above the last committed one; None: last + 1, counted from 1.
+                asked for. Do not write to the tensors until this returns. Sharded: not a generator, and equal names,
+                shapes, dtypes and ties on every trainer.
+            version: A whole number above the last committed one; None: last + 1, counted from 1. Sharded: the lowest
+                trainer's; the others pass None or the same.
 
         Raises:
             InvalidArgument: A tensor or the version is refused.
@@ -192,6 +188,8 @@ class WeightSync:
             StateError: Closed, forked, on a receiver, or inside a callback of a sync on this group.
         """
         self._check_usable()
+        if self._src == SHARDED:
+            return _sharded.broadcast(self, params, version)
         if self._rank != self._src:
             raise StateError(
                 f"broadcast() is called on rank {self._src} (src), this is rank {self._rank}: call receive()"
@@ -222,7 +220,7 @@ class WeightSync:
                         params = self._peek(params)
                 else:
                     names, tensors = self._read(params)
-                    with _Refused():
+                    with Refused():
                         keep = self._refresh(names, tensors, destination=False)
                         self._table.find_ties()
                         self._plan_current = self._plan_current and not self._table.changed
@@ -310,7 +308,7 @@ class WeightSync:
                 self._user_error = error
                 raise
             held.append(item)
-            with _Refused():
+            with Refused():
                 name, tensor = pair(item, len(held) - 1, self._rank)
                 d = describe(tensor, str(name), self._rank, destination=False)
             if 0 not in d.shape:  # an empty tensor is nowhere
@@ -330,7 +328,7 @@ class WeightSync:
                 self._user_error = error
                 raise
             self._channel.check_open()
-            with _Refused():
+            with Refused():
                 name, tensor = pair(item, index, self._rank)
                 _check_name(name, index, self._rank)
                 if not sender.push_plain(name, tensor):
@@ -381,7 +379,7 @@ class WeightSync:
             if not getattr(error, "about_params", False):
                 self._user_error = error
             raise
-        with _Refused():
+        with Refused():
             return split_items(items, self._rank)
 
     def _reconcile(self, half: Any) -> None:
@@ -458,7 +456,7 @@ class WeightSync:
         """The plan of the table, and whether an earlier sync made it."""
         if self._plans and self._plan_current and self._plans[0][0] == asked:
             return self._plans[0][1], True
-        with _Refused():
+        with Refused():
             plan = self._table.plan(asked)
         for i, (bucket_bytes, old) in enumerate(self._plans):
             if bucket_bytes == asked and old.fingerprint == plan.fingerprint:
@@ -503,6 +501,8 @@ class WeightSync:
             )
         elif load is not None and not callable(load):
             problem = InvalidArgument(f"rank {self._rank}: load is a {type(load).__name__}, not a callable", self._rank)
+        if self._src == SHARDED:
+            return _sharded.receive(self, into, load, problem)
         channel = self._channel
         channel.acquire(self._timeout_s)
         try:
@@ -515,7 +515,8 @@ class WeightSync:
             self._user_error = None
 
     def stream(self, *, borrow: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Takes part in a sync as an iterator of (name, tensor), in the source's order; committed when it is exhausted.
+        """Takes part in a sync as an iterator of (name, tensor); committed when it is exhausted. In the source's order,
+        or, sharded, as the shares' buckets come in turn.
 
         Leaving the loop early is a failure of this rank. The tensors are this rank's own, unless `borrow=True`: they are
         then read-only by agreement and valid until the next item is asked for.
@@ -525,6 +526,8 @@ class WeightSync:
             raise StateError(
                 f"stream() is for the other ranks; this is rank {self._rank}, the source: call broadcast()"
             )
+        if self._src == SHARDED:
+            return _sharded.stream(self, _check_bool("borrow", borrow))
         return self._stream(_check_bool("borrow", borrow))
 
     def _receive_into(self, channel: Channel, into: Any, problem: BaseException | None) -> SyncReport:
@@ -534,22 +537,14 @@ class WeightSync:
         try:
             if problem is not None:
                 raise problem
-            with _Refused():
-                if is_generator(into):
-                    raise InvalidArgument(
-                        f"rank {self._rank}: destinations cannot be a generator; pass a module, a mapping or a list of pairs",
-                        self._rank,
-                    )
-                names, tensors = self._read(into)
-                keep = self._refresh(names, tensors, destination=True)
-                self._table.check_destinations()
+            keep = self._read_destinations(into)
         except BaseException as error:
             problem = error
         plan_s = time.perf_counter() - started
         with self._receiving(channel, problem, self._use_destinations) as (receiver, begin):
             binder = _core.TableBinder(self._table, begin["strict"], begin["streaming"])
             try:
-                with _Refused():
+                with Refused():
                     receiver.bind(binder)
             except InvalidArgument as error:
                 raise self._shared_destination(error) from None
@@ -562,6 +557,19 @@ class WeightSync:
             receiver.commit(binder.missing, binder.unexpected)
         del keep
         return self._received(receiver, begin, tensors, started, plan_s, binder.unexpected, binder.missing)
+
+    def _read_destinations(self, into: Any) -> list[object]:
+        """Brings the table up to date with these destinations; returns what must stay alive during the sync."""
+        with Refused():
+            if is_generator(into):
+                raise InvalidArgument(
+                    f"rank {self._rank}: destinations cannot be a generator; pass a module, a mapping or a list of pairs",
+                    self._rank,
+                )
+            names, tensors = self._read(into)
+            keep = self._refresh(names, tensors, destination=True)
+            self._table.check_destinations()
+        return keep
 
     def _shared_destination(self, error: InvalidArgument) -> SharedDestination:
         shared = SharedDestination(str(error), error.rank)
@@ -864,7 +872,7 @@ def _session(group: Any, src: Any, options: tuple[tuple[str, Any], ...]) -> Weig
 def broadcast_bucketed(
     params: Params,
     *,
-    src: int = 0,
+    src: Source = 0,
     group: Any = None,
     version: int | None = None,
     bucket_bytes: int | None = None,
@@ -879,7 +887,8 @@ def broadcast_bucketed(
 
     A rank that has a loader instead of destinations calls `receive_bucketed`. The session behind it is kept, so the
     second call with the same tensors replays the first one's plan. Arguments and errors are `WeightSync`'s; `version`
-    counts per group and source, and is the source's.
+    counts per group and source, and is the source's. With `src="sharded"` only the trainers call this, each with the same
+    params, of which it sends a share; the others call `receive_bucketed`, or `WeightSync.receive` for destinations.
 
     Returns:
         The report of this rank.
@@ -897,7 +906,7 @@ def broadcast_bucketed(
             ("buffers", buffers),
         ),
     )
-    if session._rank == src:
+    if src == "sharded" or session._rank == src:
         return session.broadcast(params, version)
     return session.receive(params)
 
@@ -905,14 +914,14 @@ def broadcast_bucketed(
 def receive_bucketed(
     load_weights: LoadWeights,
     *,
-    src: int = 0,
+    src: Source = 0,
     group: Any = None,
     transport: str = "auto",
     verify: bool = True,
     timeout_s: float = 300.0,
     progress: bool = False,
 ) -> SyncReport:
-    """Takes part in a `broadcast_bucketed` of rank `src` with a loader instead of destination tensors.
+    """Takes part in a `broadcast_bucketed` of rank `src`, or of all trainers, with a loader instead of destinations.
 
     `load_weights(list[tuple[str, Tensor]])` is called bucket by bucket; see `WeightSync.receive(load=...)`.
     """

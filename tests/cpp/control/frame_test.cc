@@ -42,6 +42,8 @@ Begin a_begin() {
   begin.bucket_bytes = 512;
   begin.asked_bytes = 300;
   begin.comm_generation = 4;
+  begin.set_id = ~std::uint64_t{0};
+  begin.share_bytes = 768;
   begin.buffers = 2;
   begin.verify = 1;
   begin.strict = 1;
@@ -165,6 +167,8 @@ TEST(BeginFrame, ComesBack) {
   EXPECT_EQ(back.bucket_bytes, begin.bucket_bytes);
   EXPECT_EQ(back.asked_bytes, begin.asked_bytes);
   EXPECT_EQ(back.comm_generation, begin.comm_generation);
+  EXPECT_EQ(back.set_id, begin.set_id);
+  EXPECT_EQ(back.share_bytes, begin.share_bytes);
   EXPECT_EQ(back.buffers, begin.buffers);
   EXPECT_EQ(back.verify, begin.verify);
   EXPECT_EQ(back.strict, begin.strict);
