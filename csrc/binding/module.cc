@@ -455,6 +455,7 @@ PYBIND11_MODULE(_core, m) {
       .def("check", &WeightSender::check, NoGil())
       .def("close", &WeightSender::close, py::arg("exiting"), NoGil())
       .def("drop_data_plane", &WeightSender::drop_data_plane, NoGil())
+      .def_property_readonly("source", &WeightSender::rank)
       .def_property_readonly("active", &WeightSender::active)
       .def_property_readonly("sync", &WeightSender::sync)
       .def_property_readonly("committed_sync", &WeightSender::committed_sync)
@@ -537,8 +538,7 @@ PYBIND11_MODULE(_core, m) {
           },
           py::arg("binder"), py::arg("at_most"), NoGil())
       .def(
-          "shares",
-          [](const WeightReceiver& r, std::size_t trainers) { return Shares(r.manifest(), trainers); },
+          "shares", [](const WeightReceiver& r, std::size_t trainers) { return Shares(r.manifest(), trainers); },
           py::arg("trainers"))
       .def(
           "first_difference",
@@ -606,6 +606,7 @@ PYBIND11_MODULE(_core, m) {
           py::arg("kind"), py::arg("rank"), py::arg("message"))
       .def("check", &WeightReceiver::check, NoGil())
       .def("close", &WeightReceiver::close, py::arg("exiting"), NoGil())
+      .def_property_readonly("source", &WeightReceiver::source)
       .def_property_readonly("active", &WeightReceiver::active)
       .def_property_readonly("sync", &WeightReceiver::sync)
       .def_property_readonly("committed_sync", &WeightReceiver::committed_sync)

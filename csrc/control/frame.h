@@ -168,7 +168,7 @@ struct Begin {
   std::uint64_t bucket_bytes = 0;  // of a real bucket
   std::uint64_t asked_bytes = 0;   // what the cuts are computed with
   std::uint64_t comm_generation = 0;
-  std::uint64_t set_id = 0;       // names the share sessions whose verdict this session gives; 0: it carries data itself
+  std::uint64_t set_id = 0;  // names the share sessions whose verdict this session gives; 0: it carries data itself
   std::uint64_t share_bytes = 0;  // with set_id: the bucket size asked for in each of those
   std::uint32_t buffers = 0;
   std::uint8_t verify = 0;

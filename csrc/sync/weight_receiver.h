@@ -132,6 +132,7 @@ class WeightReceiver {
   void check() { tick(); }
   [[nodiscard]] std::chrono::nanoseconds timeout() const noexcept { return timeout_; }
 
+  [[nodiscard]] int source() const noexcept { return identity_.source; }
   [[nodiscard]] bool active() const noexcept { return active_; }
   [[nodiscard]] std::uint64_t sync() const noexcept { return sync_; }
   // The last sync that was committed; 0: none.

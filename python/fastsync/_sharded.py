@@ -282,10 +282,16 @@ class _Call:
         if self.role == ROLLOUT and self.halves:
             session._dirty = session._dirty or session._touched or any(half.wrote for half in self.halves)
         error = self._settle(error)
-        outward = session._outward(error)
-        for half in (self.verdict, *self.halves):
-            if half is not None:
-                half.fail(*outward)
+        kind, rank, message = session._outward(error)
+        if self.verdict is not None:
+            self.verdict.fail(kind, rank, message)
+        # Bringing a data plane to rest may take its time where the other end is stuck: that one comes last, so that the
+        # others hear at once.
+        stuck_last = [half for half in self.halves if half.source != rank] + [
+            half for half in self.halves if half.source == rank
+        ]
+        for half in stuck_last:
+            half.fail(kind, rank, message)
         if self.channel.running:
             self.channel.drop_set()
         return error
@@ -293,9 +299,17 @@ class _Call:
     def _settle(self, error: BaseException) -> BaseException:
         """The same error, or one that another rank knows better."""
         session = self.session
-        check = self.verdict.check if self.verdict is not None and self.verdict.active else None
+        if self.verdict is None or not self.verdict.active:
+            return session._settle(error, None)
+        # A share hears of failures by itself, also where the lead is the one that is stuck.
+        active = [half for half in self.halves if half.active]
+
+        def check() -> None:
+            for half in active or [self.verdict]:
+                half.check()
+
         error = session._settle(error, check)
-        if check is None or self.role != TRAINER or not isinstance(error, SyncTimeout) or error is session._user_error:
+        if self.role != TRAINER or not isinstance(error, SyncTimeout) or error is session._user_error:
             return error
         patience = Deadline(min(_PATIENCE_PART * session._timeout_s, _MAX_PATIENCE_S))
         while patience.left() > 0:
