@@ -107,9 +107,7 @@ def test_killed_rank_is_lost_to_every_other(pool: Pool, transport: str, victim: 
 
 @each_transport
 @pytest.mark.parametrize("victim", range(RANKS))
-def test_stopped_rank_is_named_at_the_deadline_and_joins_the_next_sync(
-    pool: Pool, transport: str, victim: int
-) -> None:
+def test_stopped_rank_is_named_at_the_deadline_and_joins_the_next_sync(pool: Pool, transport: str, victim: int) -> None:
     timeout_s = 1.0
     group = pool.group(RANKS)
     running = group.start(struck, transport, timeout_s, True)
