@@ -262,7 +262,8 @@ void DevicePacker::finish(Wait& wait) {
 
 bool DevicePacker::abandon(std::chrono::nanoseconds patience) noexcept {
   stamp_ = 0;
-  if (!queued_) return true;
+  // The caller's own code may have queued work on the buckets that it was shown.
+  if (!queued_ && current_.handle() != caller_.handle()) return true;
   try {
     reached_.record(current_);
     if (current_.handle() != caller_.handle()) reached_.stream_wait(caller_);

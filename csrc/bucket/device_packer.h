@@ -57,7 +57,8 @@ class DevicePacker {
   void settle(std::size_t index, Wait& wait);
   // Waits for everything, and lets the caller's stream go on behind it.
   void finish(Wait& wait);
-  // After a failure: the caller's stream runs behind what is queued, and the host waits for it, if it ends in time.
+  // After a failure: the caller's stream runs behind what is queued, and the host waits for it, if it ends in time; also
+  // for what the caller's own code has queued on buckets that it was shown (kCallers).
   // False: it did not, and the memory must not be reused.
   [[nodiscard]] bool abandon(std::chrono::nanoseconds patience) noexcept;
 

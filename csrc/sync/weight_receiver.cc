@@ -901,11 +901,15 @@ void WeightReceiver::close(bool exiting) noexcept {
       fail(ErrorKind::kPeerFailed, identity_.rank,
            concat("rank ", identity_.rank, " closed its session during the sync"));
     }
-    if (link_) link_->send(FrameType::kBye, 0, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
   } catch (...) {  // the source sees the connection end
   }
   const OwnedFd source = link_ && !link_->gone() ? OwnedFd::duplicate(link_->fd()) : OwnedFd();
-  drop_data_plane();  // before the connection: its end tells the source that we have its memory open no more
+  // Before the goodbye and the connection's end: both tell the source that we have its memory open no more.
+  drop_data_plane();
+  try {
+    if (link_) link_->send(FrameType::kBye, 0, 0, {reinterpret_cast<const std::byte*>(why.data()), why.size()});
+  } catch (...) {  // the source sees the connection end
+  }
   if (link_) link_->end_sending();
   for (auto& ring : retired_) IpcCommunicator::keep_for(std::move(ring), {&source, 1});
   retired_.clear();

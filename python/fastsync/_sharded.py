@@ -37,7 +37,7 @@ from ._sharded_channel import ROLLOUT, TRAINER, ShardedChannel
 from ._tensors import is_generator
 from ._transports import candidates, default_bucket_bytes
 from ._waiting import Deadline
-from .errors import Error, InvalidArgument, ManifestMismatch, PeerFailed, Refused, StateError, SyncTimeout
+from .errors import CommError, Error, InvalidArgument, ManifestMismatch, PeerFailed, Refused, StateError, SyncTimeout
 from .report import SyncReport
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ _UNCUT = 1 << 62
 # deadline is no later than its own: it lets them speak first.
 _PATIENCE_PART = 0.25
 _MAX_PATIENCE_S = 0.5
+_COMM_PATIENCE_S = 0.5
 
 
 class _Call:
@@ -299,26 +300,26 @@ class _Call:
     def _settle(self, error: BaseException) -> BaseException:
         """The same error, or one that another rank knows better."""
         session = self.session
-        if self.verdict is None or not self.verdict.active:
+        if isinstance(error, CommError):
+            patience = Deadline(_COMM_PATIENCE_S)  # the data plane broke: somebody knows who failed
+        elif isinstance(error, SyncTimeout) and self.role == TRAINER:
+            patience = Deadline(min(_PATIENCE_PART * session._timeout_s, _MAX_PATIENCE_S))
+        else:
             return session._settle(error, None)
-        # A share hears of failures by itself, also where the lead is the one that is stuck.
-        active = [half for half in self.halves if half.active]
-
-        def check() -> None:
-            for half in active or [self.verdict]:
-                half.check()
-
-        error = session._settle(error, check)
-        if self.role != TRAINER or not isinstance(error, SyncTimeout) or error is session._user_error:
+        if error is session._user_error or self.verdict is None or not self.verdict.active:
             return error
-        patience = Deadline(min(_PATIENCE_PART * session._timeout_s, _MAX_PATIENCE_S))
+        # The shares, too: the lead may be the one that is stuck, and pass nothing on.
+        halves = [self.verdict, *(half for half in self.halves if half.active)]
         while patience.left() > 0:
-            try:
-                check()
-            except Error as better:
-                return session._settle(better, None)
-            except BaseException as interrupt:
-                return interrupt
+            for half in halves:
+                try:
+                    half.check()
+                except Error as better:
+                    if half is self.verdict or not isinstance(better, CommError):
+                        return session._settle(better, None)
+                    # else the share's broken data plane once more
+                except BaseException as interrupt:
+                    return interrupt
             threading.Event().wait(0.01)
         return error
 

@@ -17,7 +17,7 @@ void begin_source(WeightSender& sender, const std::string& transport, FakeGroups
 
 void begin_receiver(WeightReceiver& receiver, int index, FakeGroups& groups, Destinations& into) {
   receiver.open(kLongTimeout, nullptr);
-  receiver.announce("auto");
+  receiver.ask("auto");
   (void)receiver.join("auto");
   receiver.bind(into);
   receiver.ready();

@@ -101,9 +101,15 @@ def failing_syncs(rank: Rank, transport: str) -> None:
         side.sync(sync, 1)
         for _ in range(2):
             if rank.index == 3:
+                side.machine.enter()
                 calls: list[int] = []
 
-                def load(batch: object, calls: list[int] = calls) -> None:
+                def load(batch: list[tuple[str, Any]], calls: list[int] = calls) -> None:
+                    for (
+                        _,
+                        tensor,
+                    ) in batch:  # the double wants a stream to have ended before memory that it uses is freed
+                        side.machine.value(tensor)
                     calls.append(1)
                     if len(calls) == 5:
                         raise ValueError("enough")
