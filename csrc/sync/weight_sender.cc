@@ -271,6 +271,9 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
     case FrameType::kBye: {
       std::string why(reinterpret_cast<const char*>(frame.payload.data()), frame.payload.size());
       peer.said_bye = true;
+      if (comm_ && comm_->name() == "ipc" && peer.events_of == comm_generation_) {
+        peer.farewell = OwnedFd::duplicate(peer.link->fd());
+      }
       peer.link->close();
       if (why == "exit" && !lost_) {
         lost_.emplace(ErrorKind::kPeerLost,

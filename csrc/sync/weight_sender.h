@@ -134,6 +134,7 @@ class WeightSender {
     std::vector<std::byte> ready_data;  // what came with its Ready
     ReadyLists lists;                   // what came with its Done
     std::uint64_t events_of = 0;        // the shared ring for which its events are known
+    OwnedFd farewell;                   // its ended connection: it keeps those events until we close that, too
     Join join;
     std::optional<Frame> deferred;  // a frame of its next call
     PeerCalls* calls = nullptr;     // in pairing_

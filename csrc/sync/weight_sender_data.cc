@@ -28,6 +28,7 @@ void WeightSender::drop_data_plane() noexcept {
     static_cast<IpcCommunicator&>(*comm_).detach();
     retired_.push_back(std::move(comm_));
   }
+  for (auto& [rank, peer] : peers_) peer.farewell.reset();
   comm_.reset();
   comm_transport_.clear();
 }
@@ -97,6 +98,7 @@ void WeightSender::connect_data_plane() {
       if (peer.join.comm_generation != comm_generation_ || peer.events_of != comm_generation_) {
         ipc.add_reader(index, decode_events(peer.ready_data, comm_buffers_));
         peer.events_of = comm_generation_;
+        peer.farewell.reset();
       }
       ++index;
     }
