@@ -318,6 +318,8 @@ class _Call:
                     if half is self.verdict or not isinstance(better, CommError):
                         return session._settle(better, None)
                     # else the share's broken data plane once more
+                except _core.SourceClosed:
+                    continue  # which says nothing of why
                 except BaseException as interrupt:
                     return interrupt
             threading.Event().wait(0.01)
