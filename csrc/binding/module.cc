@@ -271,6 +271,7 @@ PYBIND11_MODULE(_core, m) {
           },
           py::arg("share"), py::arg("bucket_bytes"));
 
+  m.attr("NOWHERE") = static_cast<int>(TensorTable::kNowhere);
   py::class_<TensorTable>(m, "TensorTable")
       .def(py::init<int>(), py::arg("rank"))
       .def("refresh", &TensorTable::refresh, py::arg("names"), py::arg("objects"))

@@ -543,7 +543,7 @@ int TensorTable::device() {
                "; the tensors of one sync must be on one device: move them, or sync them apart"),
         rank_);
   }
-  device_ = first ? devices_[*first] : -1;
+  device_ = first ? devices_[*first] : kNowhere;
   return *device_;
 }
 

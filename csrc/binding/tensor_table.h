@@ -108,7 +108,9 @@ class TensorTable {
   void describe(std::size_t index, const std::string& dtype, const std::vector<std::int64_t>& shape,
                 const py::object& byte_strides, std::uint32_t itemsize, std::uint64_t address, bool flip_real,
                 bool flip_imag, bool is_complex, int device);
-  // The CUDA ordinal that all tensors with bytes are on, -1: host memory. InvalidArgument naming two that differ.
+  // The CUDA ordinal that all tensors with bytes are on; -1: host memory; kNowhere: none has any. InvalidArgument naming
+  // two that differ.
+  static constexpr int kNowhere = -2;
   [[nodiscard]] int device();
   // Changes with whatever a table of addresses depends on; no two states of any tables share one.
   [[nodiscard]] std::uint64_t layout_stamp() const noexcept { return layout_stamp_; }

@@ -7,6 +7,7 @@ from typing import Any
 
 __version__: str
 ALIGNMENT: int
+NOWHERE: int
 PROTOCOL_VERSION: int
 MAX_MESSAGE_BYTES: int
 

@@ -58,6 +58,10 @@ def _check_bool(name: str, value: object) -> bool:
     return value
 
 
+def _on_cuda() -> bool:
+    return cuda_in_use() and _core.cuda_unavailable_reason() is None
+
+
 class WeightSync:
     """Syncs weights from one rank of a group to all others, over and over; keeps plan, buffers and communicator.
 
@@ -128,6 +132,7 @@ class WeightSync:
         self._begun: tuple[int, int] | None = None  # (sync, version) that this call may commit
         self._device: _core.CudaRuntime | None = None  # of the running sync's tensors
         self._stream_handle = 0
+        self._anywhere = False  # they have no bytes: any device will do
         self._closed = False
 
     # --- what is known
@@ -419,7 +424,11 @@ class WeightSync:
                     d.is_complex,
                     d.device,
                 )
-            self._find_device(self._table.device(), streams)
+            ordinal = self._table.device()
+            self._anywhere = ordinal == _core.NOWHERE
+            if self._anywhere and _on_cuda():
+                ordinal = current_device()
+            self._find_device(ordinal, streams)
         except BaseException:
             self._table.clear()  # half described
             self._plan_current = False
@@ -628,13 +637,13 @@ class WeightSync:
 
     def _use_destinations(self, receiver: Any) -> None:
         if self._device is not None:
-            receiver.use_device(self._device, self._stream_handle, False)
+            receiver.use_device(self._device, self._stream_handle, self._anywhere)
 
     def _use_loader(self, receiver: Any) -> None:
         """A loader takes tensors where they come: on this thread's device too, if the process has one in use."""
         self._device = None
         receiver.verify_first(True)
-        if cuda_in_use() and _core.cuda_unavailable_reason() is None:
+        if _on_cuda():
             self._find_device(current_device(), set())
             receiver.use_device(self._device, self._stream_handle, True)
 
