@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import _core
+from ._store_group import StoreGroup
 from ._transports import TransportInfo, transports
 from .errors import (
     ChecksumError,
@@ -31,6 +32,7 @@ __all__ = [
     "PeerFailed",
     "PeerLost",
     "StateError",
+    "StoreGroup",
     "SyncReport",
     "SyncTimeout",
     "TransportInfo",

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import _core, _gloo
+from ._store_group import StoreGroup
 from ._waiting import Deadline, bounded
 from .errors import CommError, InvalidArgument, PeerLost, StateError, SyncTimeout
 
@@ -93,13 +94,12 @@ def local_addresses() -> list[str]:
     return [a for a in dict.fromkeys(found) if not a.startswith("127.") and a != "::1"]
 
 
-def resolve_group(group: Any, src: object) -> tuple[Any, list[int], int, int]:
-    """(process group, its global ranks, this rank, source rank or SHARDED); InvalidArgument if any of it is wrong."""
+def _resolve_process_group(group: Any) -> tuple[Any, list[int], int]:
     if not dist.is_available() or not dist.is_initialized():
         if group is None:
             raise InvalidArgument(
                 "no process group: call torch.distributed.init_process_group(...) first (torchrun sets up its environment), "
-                "or pass group="
+                "or pass group= (a fastsync.StoreGroup needs no torch.distributed group)"
             )
         if not dist.is_available():
             raise InvalidArgument("this torch is built without torch.distributed")
@@ -114,6 +114,15 @@ def resolve_group(group: Any, src: object) -> tuple[Any, list[int], int, int]:
         me = dist.get_rank()
     except (RuntimeError, ValueError, KeyError) as error:
         raise InvalidArgument(f"group is not a process group of torch.distributed any more: {error}") from None
+    return group, ranks, me
+
+
+def resolve_group(group: Any, src: object) -> tuple[Any, list[int], int, int]:
+    """(group, its global ranks, this rank, source rank or SHARDED); InvalidArgument if any of it is wrong."""
+    if isinstance(group, StoreGroup):
+        ranks, me = list(range(group.world_size)), group.rank
+    else:
+        group, ranks, me = _resolve_process_group(group)
     if isinstance(src, str) and src == "sharded":
         return group, ranks, me, SHARDED
     if isinstance(src, bool) or not isinstance(src, int):
@@ -132,6 +141,8 @@ def _short(ranks: list[int]) -> str:
 
 def _store_of(group: Any) -> Any:
     """The group's store (a prefix store, ours to extend)."""
+    if isinstance(group, StoreGroup):
+        return group.store
     pg_map = dist.distributed_c10d._world.pg_map
     entry = pg_map.get(group)
     if entry is not None and entry[1] is not None:

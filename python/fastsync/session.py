@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Union
 
@@ -18,6 +18,7 @@ from ._delivery import DeviceSpace, HostSpace, Space, deliver
 from ._device import cuda_in_use, current_device, runtime_for, stream_handle
 from ._group import SHARDED, Channel, channel_for, close_channel, resolve_group
 from ._progress import Display, check_progress
+from ._store_group import StoreGroup
 from ._tensors import Description, describe, is_generator, pair, read_items, split_items
 from ._transports import candidates, check_transport, default_bucket_bytes
 from ._waiting import Deadline
@@ -73,7 +74,7 @@ class WeightSync:
     whole. A rank keeps its role as long as the process group lives. Where settings differ, the lowest trainer's hold.
 
     Args:
-        group: A `torch.distributed` process group; None is the default group.
+        group: A `torch.distributed` process group, or a `StoreGroup`; None is the default group.
         src: Global rank of the source, or "sharded".
         bucket_bytes: Bytes of a bucket, at least 1; rounded up to 256, cut down to what the plan needs. None: by
             transport and cache size. The source's value holds. Sharded: of one bucket of every share together, so that a
@@ -117,6 +118,8 @@ class WeightSync:
         self._transport = check_transport(transport)
         process_group, ranks, rank, source = resolve_group(group, src)
         self._rank = rank
+        # Nobody else need keep a StoreGroup; torch keeps its process groups.
+        self._group = process_group if isinstance(process_group, StoreGroup) else None
         self._src = source
         kind = _sharded.ShardedChannel if source == SHARDED else Channel
         self._channel: Channel = channel_for(process_group, ranks, rank, source, kind)
@@ -130,6 +133,7 @@ class WeightSync:
         self._plan_current = False  # the newest plan is the table's
         self._user_error: BaseException | None = None
         self._begun: tuple[int, int] | None = None  # (sync, version) that this call may commit
+        self._expected: int | None = None  # the only version that a receiver takes part in
         self._device: _core.CudaRuntime | None = None  # of the running sync's tensors
         self._stream_handle = 0
         self._anywhere = False  # they have no bytes: any device will do
@@ -168,6 +172,7 @@ class WeightSync:
         self._plans.clear()
         self._stream_plan = None
         close_channel(self._channel)
+        self._group = None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -539,6 +544,11 @@ class WeightSync:
             return _sharded.stream(self, _check_bool("borrow", borrow))
         return self._stream(_check_bool("borrow", borrow))
 
+    def _stream_of_version(self, version: int | None) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """As stream(), but any other version is refused before its first tensor; None takes what comes."""
+        self._check_usable()
+        return self._stream(False, version)
+
     def _receive_into(self, channel: Channel, into: Any, problem: BaseException | None) -> SyncReport:
         started = time.perf_counter()
         keep: list[object] = []
@@ -602,11 +612,12 @@ class WeightSync:
             receiver.commit([], [])
         return self._received(receiver, begin, tensors, started, 0.0, [], [])
 
-    def _stream(self, borrow: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def _stream(self, borrow: bool, version: int | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
         channel = self._channel
         channel.acquire(self._timeout_s)
         try:
             channel.enter()
+            self._expected = version
             started = time.perf_counter()
             with self._receiving(channel, None, self._use_loader) as (receiver, begin):
                 self._get_ready(channel, receiver, begin)
@@ -632,6 +643,7 @@ class WeightSync:
                 receiver.commit([], [])
             self._received(receiver, begin, tensors, started, 0.0, [], [])
         finally:
+            self._expected = None
             channel.release()
             self._user_error = None
 
@@ -683,6 +695,7 @@ class WeightSync:
                         raise problem
                     use(receiver)
                     begin = receiver.join(self._transport)
+                    self._check_version(begin["version"])
                     self._begun = (receiver.sync, begin["version"])
                     break
                 except _core.SourceClosed:
@@ -702,6 +715,14 @@ class WeightSync:
                 raise error
         finally:
             display.stop()
+
+    def _check_version(self, version: int) -> None:
+        if self._expected is not None and version != self._expected:
+            raise InvalidArgument(
+                f"rank {self._rank}: this rank was called for version {self._expected}, the source sends version {version}; "
+                "call both sides for the same one",
+                self._rank,
+            )
 
     @staticmethod
     def _make_hook(channel: Channel, display: Display) -> Callable[[], None]:
@@ -874,6 +895,7 @@ def _session(group: Any, src: Any, options: tuple[tuple[str, Any], ...]) -> Weig
                 fresh.close()
                 return session
         fresh._shares_version = True
+        fresh._group = None  # a session that is kept for ever must not keep its group
         _sessions[key] = (weakref.ref(process_group), fresh)
         return fresh
 
