@@ -20,7 +20,11 @@ def cluster() -> Iterator[Any]:
     # Workers inherit the environment of the cluster that is started here.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH", "")]))
     os.environ.update(
-        RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="0"
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_DEDUP_LOGS="0",
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="0",
     )
     ray.init(
         num_cpus=16,  # of the scheduler's; processes mostly wait

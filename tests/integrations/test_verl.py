@@ -19,6 +19,8 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl_actors import Replica, Rollout, Trainer
 from weights import all_weights, digests
 
+import fastsync.ray
+
 TIMEOUT_S = 30.0
 LIMIT_S = 90.0
 
@@ -89,8 +91,8 @@ def get(reference: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def job(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    yield Job(tmp_path_factory.mktemp("job"))
+def job(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture
@@ -158,4 +160,32 @@ def test_a_replica_that_fails_during_an_update_does_not_stop_the_next(
         manager.remove_replicas([replicas[1]])
     manager.update_weights(global_steps=step)
     for replica in replicas[:1] if how == "die" else replicas:
+        check(replica, step)
+
+
+def test_our_manager_goes_on_without_a_replica_that_dies_and_serves_one_that_is_added(
+    job: Job, replicas: list[Replica]
+) -> None:
+    manager = job.manager(fastsync.ray.CheckpointEngineManager, list(replicas))
+    for _ in range(2):
+        step = job.train()
+        manager.update_weights(global_steps=step)
+        for replica in replicas:
+            check(replica, step)
+    get(replicas[1].workers[0].plan.remote("die", 9))
+    get(replicas[0].servers[0].state.remote())
+    step = job.train()
+    metrics = manager.update_weights(global_steps=step)
+    assert metrics["checkpoint_engine/replicas"] == metrics["checkpoint_engine/failed_replicas"] == 1
+    (failed,) = manager.failed_replicas
+    assert failed.replica is replicas[1] and failed.phase == "update"
+    check(replicas[0], step)
+    log = ["abort", "release_kv", "resume_kv", "resume"]
+    assert get(replicas[0].servers[0].state.remote()) == (True, True, log)
+    assert get(replicas[1].servers[0].state.remote())[0] is False
+    replicas.append(job.replica())
+    manager.add_replicas([replicas[2]])
+    step = job.train()
+    assert manager.update_weights(global_steps=step)["checkpoint_engine/replicas"] == 2
+    for replica in (replicas[0], replicas[2]):
         check(replica, step)

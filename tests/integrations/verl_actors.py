@@ -18,7 +18,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.import_utils import import_external_libs
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout, RolloutReplica
-
 from weights import Digests, all_weights, digests
 
 

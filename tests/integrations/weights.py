@@ -57,5 +57,7 @@ def digests(items: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    raw = (
+        tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    )
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

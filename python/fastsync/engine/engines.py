@@ -109,6 +109,7 @@ class AutoCheckpointEngine(CheckpointEngine):
         self._sync: WeightSync | None = None
         self._stream: Generator[tuple[str, torch.Tensor], None, None] | None = None
         self._version: int | None = None
+        self._dirty = False
 
     def _check_options(self) -> None:
         """Lets the session say what is wrong, before there is anybody to make one with."""
@@ -271,11 +272,12 @@ class AutoCheckpointEngine(CheckpointEngine):
             self._stream = stream
             try:
                 for item in stream:
+                    self._dirty = True
                     yield item
                     del item
                     if self._busy is not call:
                         raise StateError("the update was given up by a later call of prepare() or finalize()")
-                self._version = sync.version
+                self._version, self._dirty = sync.version, False
             except BaseException as error:
                 self._note(error)
                 raise
@@ -305,18 +307,19 @@ class AutoCheckpointEngine(CheckpointEngine):
 
     # --- the end
 
-    def finalize(self) -> int | None:
-        """Ends an update, whether it succeeded or not, and keeps everything for the next; returns `committed_version`."""
+    def finalize(self) -> dict[str, Any]:
+        """Ends an update, whether it succeeded or not, and keeps everything for the next.
+
+        Returns:
+            "version": that of the last update that this process took part in to its end; None before, and on rank -1.
+            "dirty": whether an update that failed had given this process's consumer tensors, until a later one commits.
+        """
         with self._call("finalize", "new", "prepared", "ready", "finalized"):
             self._leave_stream()
             if self.rebuild_group:
                 self._drop_session()
             self._state = "finalized"
-            return self._version
-
-    def committed_version(self) -> int | None:
-        """The version of the last update that this process took part in to its end; None before, and on rank -1."""
-        return self._version
+            return {"version": self._version, "dirty": self._dirty}
 
     def close(self) -> None:
         """Lets go of everything, the store included. Local, does not wait, may be called twice."""

@@ -115,9 +115,9 @@ def test_only_the_master_can_be_rank_zero() -> None:
 
 def test_finalize_is_allowed_whenever_no_update_runs() -> None:
     engine = ShmCheckpointEngine()
-    assert engine.finalize() is None
+    assert engine.finalize() == {"version": None, "dirty": False}
     engine.prepare()
-    assert engine.finalize() is None
+    assert engine.finalize() == {"version": None, "dirty": False}
     engine.close()
     engine.close()
 

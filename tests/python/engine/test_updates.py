@@ -37,7 +37,7 @@ def test_five_updates_bring_every_value_to_every_rollout_worker(rank: Rank, tran
             assert moved["tensors"] == len(params) and moved["plan_reused"] == (step > 0)
         elif rank.index == 1:
             assert moved == {}
-    assert member.engine.committed_version() == (None if rank.index == 1 else 4)
+    assert member.engine.finalize() == {"version": None if rank.index == 1 else 4, "dirty": False}
 
 
 @spmd(3, make_group=False)
@@ -175,7 +175,9 @@ def _goes_on(rank: Rank, trainers: int, step: int, restarted: bool = False) -> i
     _member.rank, _member.trainers = rank, trainers
     for seed in (step, step + 1):
         _member.update(one_by_one(weights(seed)), weights(seed), seed)
-    version: int = _member.engine.committed_version()
+    last = _member.engine.finalize()
+    assert not last["dirty"]
+    version: int = last["version"]
     return version
 
 
@@ -227,8 +229,10 @@ def _fails_midway(rank: Rank, how: str) -> tuple[int, str]:
     try:
         _member.move(counted(), 1, leave)
     except Exception as error:
-        _member.engine.finalize()
-        assert _member.engine.committed_version() == 0
+        last = _member.engine.finalize()
+        assert last["version"] == 0
+        if rank.index in (0, 2):  # the others may have been given something, or not
+            assert last["dirty"] == (rank.index == 2)
         if rank.index == 0:
             assert (given, closed) == (60, "at the end"), f"{given} items, {closed}"
         return getattr(error, "rank", -1), type(error).__name__
@@ -304,7 +308,7 @@ def _two_steps(rank: Rank, first: int, second: int | None) -> int:
     member = Member(rank)
     member.update(one_by_one(weights(1)), weights(1), first)
     member.update(one_by_one(weights(2)), weights(2), second)
-    version: int = member.engine.committed_version()
+    version: int = member.engine.finalize()["version"]
     return version
 
 
