@@ -26,12 +26,13 @@ ifeq ($(FASTSYNC_REAL_NCCL),)
 unexport FASTSYNC_REAL_NCCL
 endif
 
-.PHONY: help demo test test-cpp test-python doubles real-nccl bench lint format ptx sanitize wheel clean
+.PHONY: help demo test test-cpp test-python test-integrations doubles real-nccl bench lint format ptx sanitize wheel clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo      install into $(VENV), then watch a model go from a trainer to two rollout workers'
 	@echo 'make test      C++ tests, then Python tests'
+	@echo 'make test-integrations  verl and Twinkle, their own code over fastsync, on a Ray cluster of this machine'
 	@echo 'make bench     microbenchmarks, then fastsync beside its peers (table, JSON lines, plot)'
 	@echo 'make lint      ruff, mypy, clang-format, clang-tidy'
 	@echo 'make format    what ruff and clang-format can mend by themselves'
@@ -71,6 +72,28 @@ real-nccl: $(STAMPS)/venv
 
 test-python: $(STAMPS)/package $(STAMPS)/demo $(STAMPS)/dev doubles
 	$(BIN)/python -m pytest $(ARGS)
+
+# The frameworks' environment is one of its own; the frameworks lie beside it in folders, two versions of verl among them.
+INTEGRATIONS := $(abspath build/integrations)
+IN_VENV = $(INTEGRATIONS)/venv/bin/python
+IN_PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check --no-deps
+IN_TEST = cd tests/integrations && $(IN_VENV) -m pytest -c /dev/null --rootdir . -p no:cacheprovider --timeout 600 -ra
+
+test-integrations: $(STAMPS)/package $(INTEGRATIONS)/frameworks
+	rm -rf $(INTEGRATIONS)/wheel
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps -w $(INTEGRATIONS)/wheel .
+	$(IN_PIP) --force-reinstall $(INTEGRATIONS)/wheel/*.whl
+	PYTHONPATH=$(INTEGRATIONS)/verl-0.9.1 && export PYTHONPATH && $(IN_TEST) test_verl.py $(ARGS)
+	PYTHONPATH=$(INTEGRATIONS)/verl-0.8.0 && export PYTHONPATH && $(IN_TEST) test_verl.py $(ARGS)
+	PYTHONPATH=$(INTEGRATIONS)/twinkle && export PYTHONPATH && $(IN_TEST) test_twinkle.py $(ARGS)
+
+$(INTEGRATIONS)/frameworks: $(STAMPS)/venv $(wildcard tests/integrations/requirements-*.txt)
+	rm -rf $(INTEGRATIONS)
+	$(PYTHON) -m venv $(INTEGRATIONS)/venv
+	$(IN_PIP) -r tests/integrations/requirements-frameworks.txt
+	for one in verl-0.9.1 verl-0.8.0 twinkle; do \
+	  $(IN_PIP) --target $(INTEGRATIONS)/$$one -r tests/integrations/requirements-$$one.txt; done
+	@touch $@
 
 bench: $(STAMPS)/package $(STAMPS)/dev
 	$(BIN)/python -m bench $(ARGS)

@@ -113,10 +113,13 @@ class AutoCheckpointEngine(CheckpointEngine):
 
     def _check_options(self) -> None:
         """Lets the session say what is wrong, before there is anybody to make one with."""
-        if not isinstance(self.is_master, bool):
-            raise InvalidArgument(f"is_master is {self.is_master!r}; it is True on trainer rank 0, else False")
+        self._check_master()
         with WeightSync(StoreGroup(dist.HashStore(), 0, 1), bucket_bytes=self.bucket_size, **self._options):
             pass
+
+    def _check_master(self) -> None:
+        if not isinstance(self.is_master, bool):
+            raise InvalidArgument(f"is_master is {self.is_master!r}; it is True on trainer rank 0, else False")
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -131,6 +134,7 @@ class AutoCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """What build_topology() must know of this process. The first time, the master opens its store's port."""
         with self._call("prepare", "new", "prepared", "ready", "finalized"):
+            self._check_master()
             self._leave_stream()
             if self._sync is not None and (self.rebuild_group or self.is_master != (self.rank == 0)):
                 self._drop_session()

@@ -72,6 +72,19 @@ class FastSyncCheckpointEngine(AutoCheckpointEngine, _base()):  # type: ignore[m
             **options,
         )
 
+    @property
+    def is_master(self) -> bool:
+        """Whether this is trainer rank 0. Twinkle's mixin sets it to a list of one bool, which is true even of False."""
+        return self._is_master
+
+    @is_master.setter
+    def is_master(self, value: Any) -> None:
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            (value,) = value
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"is_master is {value!r}; it is True on trainer rank 0, else False")
+        self._is_master = value
+
 
 def _get_or_create(self: Any) -> FastSyncCheckpointEngine:
     if self._checkpoint_engine is None:
