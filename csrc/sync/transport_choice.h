@@ -3,6 +3,11 @@
 // "auto" takes the first that reaches everybody; a named one is taken or refused with the reason. The reasons that
 // speak against the others are kept for the report: nothing is chosen silently.
 //
+// "nccl" becomes "nccl+ipc" where some ranks share a device and others do not: NCCL takes no device twice, so one rank of
+// each device, its leader, takes part, and the others of the device, its followers, read the leader's buckets in place.
+// That holds also where NCCL was told to let ranks share a device: one copy over the wire a device is better than two.
+// A follower needs no NCCL. Where all ranks are on one device there is nothing to fan out, and "ipc" is what fits.
+//
 // Threads: pure. Errors: InvalidArgument where ranks name different transports, CommError where none fits.
 #pragma once
 
@@ -23,9 +28,21 @@ struct RankPlace {
   bool shares_device = false;      // the source's only: its NCCL was told to let ranks share a device
 };
 
+// The ranks of one device.
+struct DeviceGroup {
+  int leader = 0;              // the source on its own device, else the lowest rank
+  std::vector<int> followers;  // the others, by rank
+  [[nodiscard]] bool operator==(const DeviceGroup&) const = default;
+};
+// By device: the source's first, the others by their leaders.
+[[nodiscard]] std::vector<DeviceGroup> group_by_device(const RankPlace& source, std::span<const RankPlace> receivers);
+
+inline constexpr const char* kFanOut = "nccl+ipc";  // resolved, never asked for
+
 struct TransportChoice {
-  std::string transport;
-  std::string reason;  // why it and none of the others, in one line
+  std::string transport;            // as asked for, or kFanOut
+  std::string reason;               // why it and none of the others, in one line
+  std::vector<DeviceGroup> groups;  // kFanOut only
 };
 
 // `candidates`: what the source itself can use, in no particular order.

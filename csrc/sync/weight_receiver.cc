@@ -9,6 +9,7 @@
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/shm/shm_communicator.h"
 #include "common/cpu.h"
+#include "sync/transport_choice.h"
 
 namespace fastsync {
 
@@ -65,11 +66,17 @@ void WeightReceiver::drop_data_plane() noexcept {
   registered_ = {};
   slot_.reset();
   if (comm_ && comm_->name() == "ipc") {
-    // The source may have our events open: they go once it has opened the next ones.
+    // Whose ring it is may have our events open: they go once it has opened the next ones, or given up its ring.
     static_cast<IpcCommunicator&>(*comm_).detach();
-    retired_.push_back(std::move(comm_));
+    if (ring_guest_) {
+      ring_guest_->retire(std::move(comm_));
+    } else {
+      retired_.push_back(std::move(comm_));
+    }
   }
   comm_.reset();
+  ring_guest_.reset();
+  ring_host_.reset();
   comm_generation_ = 0;
 }
 
@@ -335,8 +342,9 @@ int WeightReceiver::held_up_by() const noexcept {
 
 void WeightReceiver::time_out(const std::string& what) {
   throw_if_failed();  // the timeout that ended the wait may be one that the source reported
-  const bool other = held_up_by() >= 0;
-  const int rank = other ? stalled_rank_ : identity_.source;
+  const int behind = comm_ ? comm_->waiting_for() : -1;  // a rank that follows this one
+  const bool other = held_up_by() >= 0 || behind >= 0;
+  const int rank = behind >= 0 ? behind : other ? stalled_rank_ : identity_.source;
   throw TimeoutError(
       concat(began_ ? concat("sync ", sync_, ", ") : "", "phase '", phase_, "': ",
              other ? concat("rank ", rank, " held everybody up: ") : concat("rank ", rank, " (the source) did not "),
@@ -354,6 +362,7 @@ void WeightReceiver::wait_until(const char* what, const std::function<bool()>& d
     last_tick_ = Clock::now();
     if (hook_) hook_();
     pump();
+    pump_ring();
     if (done()) return;  // before anything that came later: a source may commit, close and exit in one breath
     throw_if_over();
     if (grown_.size() != entries) {
@@ -361,8 +370,10 @@ void WeightReceiver::wait_until(const char* what, const std::function<bool()>& d
       wait.progress();
     }
     if (wait.expired()) time_out(what);
-    Link* const link = link_.get();
-    wait_readable({&link, 1}, -1, wait.slice());
+    std::vector<Link*> links{link_.get()};
+    if (ring_guest_ && ring_guest_->link() != nullptr) links.push_back(ring_guest_->link());
+    if (ring_host_) ring_host_->append_links(links);
+    wait_readable(links, ring_host_ ? ring_host_->listener() : -1, wait.slice());
   }
 }
 
@@ -396,6 +407,7 @@ void WeightReceiver::announce() {
 
 void WeightReceiver::ask(const std::string& transport) {
   enter_call();
+  if (runtime_ && comm_ && comm_->memory_kind() == MemoryKind::kDevice && comm_device_ != runtime_) drop_data_plane();
   Join join;
   join.comm_generation = comm_ ? comm_generation_ : 0;
   join.transport = transport;
@@ -477,6 +489,7 @@ void WeightReceiver::attach_shared() {
   }
   descriptors_.clear();
   comm_generation_ = begin_.comm_generation;
+  comm_device_ = runtime_;
 }
 
 void WeightReceiver::connect_nccl() {
@@ -495,6 +508,7 @@ void WeightReceiver::connect_nccl() {
   comm_ = NcclCommunicator::create(NcclCommunicator::Role::kReceiver, runtime_, begin_.buffers, begin_.bucket_bytes,
                                    place, id, *headers_, identity_.source, *wait_);
   comm_generation_ = begin_.comm_generation;
+  comm_device_ = runtime_;
 }
 
 void WeightReceiver::begin_device() {
@@ -530,7 +544,8 @@ void WeightReceiver::ready() {
   const auto start = Clock::now();
   const bool has_data = begin_.comm_generation != 0;
   const std::string& transport = begin_.transport;
-  const bool wants_device = transport == "ipc" || transport == "nccl";
+  const bool fans_out = transport == kFanOut;
+  const bool wants_device = transport == "ipc" || transport == "nccl" || fans_out;
   if (wants_device && !runtime_) {
     throw CommError(concat("the source chose transport '", transport, "', but this rank's tensors are not on a device"),
                     identity_.rank);
@@ -539,6 +554,8 @@ void WeightReceiver::ready() {
   if (has_data && transport == "ipc") {
     attach_shared();
     answer = encode_events(static_cast<IpcCommunicator&>(*comm_).reader_events());
+  } else if (has_data && fans_out) {
+    answer = take_seat();
   }
   link_->send(FrameType::kReady, sync_, 0, answer);
   wait_until("report that every rank is ready", [this] { return go_; });
@@ -552,6 +569,9 @@ void WeightReceiver::ready() {
     comm_->reset(sync_);
   } else if (has_data && transport == "nccl") {
     connect_nccl();
+    comm_->reset(sync_);
+  } else if (has_data && fans_out) {
+    connect_seat();
     comm_->reset(sync_);
   } else if (has_data) {
     if (!comm_ || comm_->recovery() != Recovery::kDrain || comm_generation_ != begin_.comm_generation) {
@@ -782,6 +802,8 @@ void WeightReceiver::release_bucket() {
   comm_->release(*slot_);
   slot_.reset();
   ++next_bucket_;
+  // Of a follower's progress the source learns from nobody else.
+  if (begin_.transport == kFanOut) headers_->report_released(next_bucket_);
 }
 
 void WeightReceiver::verified(const ReadyLists& lists) {
@@ -886,7 +908,8 @@ void WeightReceiver::settle_data_plane(bool began) {
     drop_data_plane();
   }
   device_began_ = false;
-  if (comm_ && comm_->recovery() == Recovery::kReplace) drop_data_plane();
+  // A fan-out's ring may be there without the rest.
+  if (ring_host_ || ring_guest_ || (comm_ && comm_->recovery() == Recovery::kReplace)) drop_data_plane();
 }
 
 void WeightReceiver::close(bool exiting) noexcept {

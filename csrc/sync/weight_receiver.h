@@ -29,6 +29,7 @@
 #include "comm/external/external_communicator.h"
 #include "control/link.h"
 #include "sync/pairing.h"
+#include "sync/ring_door.h"
 #include "sync/sync_types.h"
 
 namespace fastsync {
@@ -150,6 +151,10 @@ class WeightReceiver {
 
   void attach_shared();
   void connect_nccl();
+  // Of a fan-out; see weight_receiver_fanout.cc.
+  [[nodiscard]] std::vector<std::byte> take_seat();
+  void connect_seat();
+  void pump_ring();
   void begin_device();
   void finish_device();
   void settle_data_plane(bool began);
@@ -223,9 +228,12 @@ class WeightReceiver {
   std::vector<std::byte> descriptor_data_;
   bool descriptors_came_ = false;
 
-  std::unique_ptr<Headers> headers_;
+  std::unique_ptr<HeaderChannel> headers_;  // over the control link
   std::shared_ptr<Communicator> comm_;  // shared with tensors that were lent to code that is not ours
   std::uint64_t comm_generation_ = 0;
+  std::shared_ptr<DeviceRuntime> comm_device_;          // whose memory its buckets are
+  std::unique_ptr<RingHost> ring_host_;                 // of a fan-out: this rank leads others on its device
+  std::unique_ptr<RingGuest> ring_guest_;               // ... or follows one that is not the source
   std::vector<std::shared_ptr<Communicator>> retired_;  // whose events the source may still have open
   bool needs_external_ = false;
   std::deque<BucketHeader> announced_;

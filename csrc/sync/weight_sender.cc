@@ -238,6 +238,7 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
       if (!current) return;
       peer.ready = true;
       peer.ready_data = std::move(frame.payload);
+      if (transport_ == kFanOut) open_door_of(peer);
       return;
     case FrameType::kDone:
       if (!current) return;
@@ -452,6 +453,11 @@ std::string WeightSender::join(const std::string& asked, const std::vector<std::
   }
   TransportChoice choice = choose_transport(here, there, candidates);
   transport_reason_ = std::move(choice.reason);
+  groups_ = std::move(choice.groups);
+  for (auto& [rank, peer] : peers_) peer.follows = false;
+  for (const DeviceGroup& group : groups_) {
+    for (const int rank : group.followers) peers_.at(rank).follows = true;
+  }
   return transport_ = std::move(choice.transport);
 }
 

@@ -31,6 +31,7 @@
 #include "bucket/packer.h"
 #include "comm/communicator.h"
 #include "comm/external/external_communicator.h"
+#include "comm/ipc/ipc_communicator.h"
 #include "comm/nccl/nccl_library.h"
 #include "control/link.h"
 #include "sync/pairing.h"
@@ -135,6 +136,7 @@ class WeightSender {
     ReadyLists lists;                   // what came with its Done
     std::uint64_t events_of = 0;        // the shared ring for which its events are known
     OwnedFd farewell;                   // its ended connection: it keeps those events until we close that, too
+    bool follows = false;               // it gets buckets, and their headers, from its device's leader
     Join join;
     std::optional<Frame> deferred;  // a frame of its next call
     PeerCalls* calls = nullptr;     // in pairing_
@@ -165,6 +167,11 @@ class WeightSender {
   void prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t buffers);
   void send_descriptors(Peer& peer);
   void connect_data_plane();
+  // Of a fan-out; see weight_sender_fanout.cc.
+  void prepare_fanout();
+  void send_seat(Peer& peer);
+  void open_door_of(const Peer& leader);
+  void connect_fanout();
   void settle_data_plane(bool had_data);
   void begin_device();
   [[nodiscard]] BucketSlot acquire_slot();
@@ -208,6 +215,9 @@ class WeightSender {
 
   std::string transport_;
   std::string transport_reason_;
+  std::vector<DeviceGroup> groups_;        // of this sync's fan-out
+  std::vector<DeviceGroup> seated_;        // of the data plane's
+  std::shared_ptr<IpcCommunicator> ring_;  // of a fan-out, where ranks follow this one
   nccl::UniqueId nccl_id_{};
   std::unique_ptr<Headers> headers_;
   std::shared_ptr<Communicator> comm_;

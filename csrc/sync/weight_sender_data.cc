@@ -23,13 +23,14 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 void WeightSender::drop_data_plane() noexcept {
   registered_ = {};
-  if (comm_ && comm_->name() == "ipc") {
-    // Readers may have it open: it goes once they have opened the next one.
-    static_cast<IpcCommunicator&>(*comm_).detach();
-    retired_.push_back(std::move(comm_));
+  if (comm_ && comm_->name() == "ipc") ring_ = std::static_pointer_cast<IpcCommunicator>(comm_);
+  comm_.reset();
+  if (ring_) {
+    // Readers may have it open: it goes once they have opened the next one, or say that they hold none.
+    ring_->detach();
+    retired_.push_back(std::move(ring_));
   }
   for (auto& [rank, peer] : peers_) peer.farewell.reset();
-  comm_.reset();
   comm_transport_.clear();
 }
 
@@ -40,13 +41,16 @@ void WeightSender::prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t 
   const bool shares_memory = transport_ == "shm" || transport_ == "ipc";
   if (!shares_memory) {
     for (const auto& [rank, peer] : peers_) stale = stale || peer.join.comm_generation != comm_generation_;
-    stale = stale || poisoned_;
+    stale = stale || poisoned_ || (transport_ == kFanOut && groups_ != seated_);
   }
   if (!stale) {
     comm_->reset(sync_);
     return;
   }
   drop_data_plane();  // the old buckets first: never two sets at once
+  if (std::all_of(peers_.begin(), peers_.end(), [](const auto& p) { return p.second.join.comm_generation == 0; })) {
+    retired_.clear();
+  }
   ++comm_generation_;
   comm_buffers_ = buffers;
   comm_device_ = runtime_;
@@ -61,6 +65,9 @@ void WeightSender::prepare_data_plane(std::uint64_t bucket_bytes, std::uint32_t 
   } else if (transport_ == "nccl") {
     nccl_id_ = NcclCommunicator::make_id();
     return;  // made when every rank is ready: connect_data_plane()
+  } else if (transport_ == kFanOut) {
+    prepare_fanout();
+    return;
   } else {
     needs_external_ = true;  // made by attach_external()
     return;
@@ -85,6 +92,8 @@ void WeightSender::send_descriptors(Peer& peer) {
     peer.link->send(FrameType::kDescriptors, sync_, index, description.encode(), fds);
   } else if (transport_ == "nccl") {
     peer.link->send(FrameType::kDescriptors, sync_, index, std::as_bytes(std::span(nccl_id_.internal)));
+  } else if (transport_ == kFanOut) {
+    send_seat(peer);
   }
 }
 
@@ -110,6 +119,8 @@ void WeightSender::connect_data_plane() {
                                      nccl_id_, *headers_, identity_.rank, *wait_);
     comm_transport_ = transport_;
     comm_->reset(sync_);
+  } else if (transport_ == kFanOut && comm_ == nullptr) {
+    connect_fanout();
   }
 }
 

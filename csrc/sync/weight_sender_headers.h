@@ -1,4 +1,4 @@
-// The source's HeaderChannel over its control links. Private to WeightSender's two files.
+// The source's HeaderChannel over its control links. Private to WeightSender's files.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,12 @@ namespace fastsync {
 class WeightSender::Headers final : public HeaderChannel {
  public:
   explicit Headers(WeightSender& sender) : sender_(sender) {}
-  void send(const BucketHeader& header) override { sender_.send_all(FrameType::kBucket, header.index, encode(header)); }
+  void send(const BucketHeader& header) override {
+    const std::vector<std::byte> payload = encode(header);
+    for (auto& [rank, peer] : sender_.peers_) {
+      if (peer.link && !peer.follows) peer.link->send(FrameType::kBucket, sender_.sync_, header.index, payload);
+    }
+  }
   BucketHeader receive(Wait& /*wait*/) override { throw InternalError("the source receives no bucket headers"); }
   bool try_receive(BucketHeader& /*header*/) override { return false; }
   void report_released(std::uint64_t /*count*/) override {}

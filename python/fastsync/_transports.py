@@ -25,9 +25,9 @@ _NOT_BUILT = "not part of this version"
 _USE_WHEN = {
     "shm": "all ranks on one host, CPU tensors (or CUDA at the source): the fastest there",
     "gloo": "ranks on several hosts, CPU tensors (or CUDA, through host memory)",
-    "nccl": "CUDA tensors, one device a rank",
+    "nccl": "CUDA tensors on several devices (ranks that share one get its buckets by ipc: 'nccl+ipc' in the report)",
     "hccl": "Ascend tensors, one device a rank",
-    "ipc": "trainer and rollout on one device",
+    "ipc": "trainer and rollout, all of them on one device",
 }
 
 
@@ -94,6 +94,6 @@ def default_bucket_bytes(transport: str) -> int:
     if transport == "shm":
         # Two buckets must stay in the last-level cache between the source's write and the receiver's read.
         return max(256 << 10, min(2 << 20, _core.last_level_cache_bytes() // 8))
-    if transport in ("nccl", "ipc"):
+    if transport in ("nccl", "ipc", "nccl+ipc"):
         return 64 << 20  # long enough that neither a launch nor a collective's start is felt
     return 4 << 20

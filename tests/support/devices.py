@@ -514,8 +514,8 @@ _machines: dict[tuple[str, int], Machine] = {}
 
 
 def ordinal_of(rank: int, transport: str) -> int:
-    """Where a rank's tensors lie: all on one device for ipc, else each on its own."""
-    return 0 if transport == "ipc" else rank
+    """Where a rank's tensors lie: all on one device for ipc, two on each for nccl+ipc, else each on its own."""
+    return {"ipc": 0, "nccl+ipc": rank // 2}.get(transport, rank)
 
 
 def machine_of(kind: str, ordinal: int) -> Machine:

@@ -16,6 +16,7 @@ namespace {
 constexpr std::uint64_t kTokenBytes = 256;
 constexpr std::uint32_t kMaxBuffers = 1024;
 constexpr std::size_t kMaxDeviceIdBytes = 128;
+constexpr std::uint64_t kSharedBlockBytes = std::uint64_t{2} << 20;
 
 template <typename T>
 void put(std::vector<std::byte>& out, const T& value) {
@@ -162,7 +163,8 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::create(const std::shared_ptr<D
   auto handshake = ShmCommunicator::create(buffers, kTokenBytes, reader_ranks, source_rank);
   handshake->announces(bucket_bytes);
   std::unique_ptr<IpcCommunicator> made(new IpcCommunicator(runtime, std::move(handshake), bucket_bytes));
-  made->memory_ = Buffer::allocate(runtime, MemoryKind::kDevice, buffers * bucket_bytes);
+  const std::uint64_t blocks = (buffers * bucket_bytes + kSharedBlockBytes - 1) / kSharedBlockBytes;
+  made->memory_ = Buffer::allocate(runtime, MemoryKind::kDevice, blocks * kSharedBlockBytes);
   if (runtime->can_share_events()) {
     for (std::uint32_t i = 0; i < buffers; ++i) {
       made->packed_.emplace_back(runtime, runtime->create_shared_event());
@@ -176,6 +178,7 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::create(const std::shared_ptr<D
 std::unique_ptr<IpcCommunicator> IpcCommunicator::attach(const std::shared_ptr<DeviceRuntime>& runtime,
                                                          IpcDescriptor descriptor, int control_fd, int data_fd,
                                                          std::uint32_t reader_index) {
+  sweep_kept_rings();
   if (descriptor.device_id != runtime->device_id()) {
     throw CommError(concat("the source's buckets are on device ", descriptor.device_id, ", this rank's tensors on ",
                            runtime->device_id(), "; ranks on different devices need transport 'nccl'"));

@@ -8,6 +8,10 @@
 // back only when all readers have recorded. Where events cannot be shared, each side waits for its own stream before it
 // hands over, and the hosts alone order the slots.
 //
+// The ring is whole blocks of 2 MiB, because a legacy handle maps the whole block that an allocation lies in, and with it
+// what the driver put beside it. staging_bytes() counts the buckets (and the handshake), not what fills the last block:
+// of a plain allocation the driver takes the same blocks, unseen.
+//
 // Ownership: the source owns the ring and its events, a reader its own events. What is exported must outlive its use by
 // importers: a side that gives the ring up first lets go of what it imported (detach()), and keeps what it exported until
 // the other side has done the same, or its connection is gone (keep_for()).
@@ -69,6 +73,10 @@ class IpcCommunicator final : public Communicator {
   [[nodiscard]] const std::vector<EventHandle>& reader_events() const noexcept { return exported_; }
   // Source: reader `index`'s events, before the first bucket. CommError if their number is wrong.
   void add_reader(std::uint32_t index, const std::vector<EventHandle>& events);
+  // Source: the memory of all its buckets, one behind the other.
+  [[nodiscard]] BufferView buckets() const { return memory_.view(0, buffers() * bucket_bytes_); }
+  // For a reader whose ring does not outlive a failed sync.
+  void set_recovery(Recovery recovery) noexcept { recovery_ = recovery; }
   // True where device events order the slots.
   [[nodiscard]] bool shares_events() const noexcept { return !packed_.empty(); }
 
@@ -84,7 +92,7 @@ class IpcCommunicator final : public Communicator {
   void flush(Wait& wait) override;
   [[nodiscard]] BucketSlot receive(BucketHeader& header, Wait& wait) override;
   void release(const BucketSlot& slot) override;
-  [[nodiscard]] Recovery recovery() const noexcept override { return Recovery::kAbort; }
+  [[nodiscard]] Recovery recovery() const noexcept override { return recovery_; }
   void reset(std::uint64_t epoch) override;
   [[nodiscard]] int waiting_for() const noexcept override { return handshake_->waiting_for(); }
   void abort() noexcept override { handshake_->abort(); }
@@ -105,6 +113,7 @@ class IpcCommunicator final : public Communicator {
   Buffer memory_;                         // source
   Allocation mapped_;                     // reader
   bool is_source_ = false;
+  Recovery recovery_ = Recovery::kAbort;
 };
 
 }  // namespace fastsync

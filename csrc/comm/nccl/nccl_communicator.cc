@@ -16,7 +16,7 @@ constexpr std::chrono::microseconds kLongestPause{2000};
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(Role role, std::shared_ptr<DeviceRuntime> runtime, std::uint32_t buffers,
-                                   std::uint64_t bucket_bytes, HeaderChannel& channel, int source_rank)
+                                   std::uint64_t bucket_bytes, HeaderChannel& channel, int source_rank, BufferView ring)
     : library_(NcclLibrary::get()),
       runtime_(std::move(runtime)),
       role_(role),
@@ -24,7 +24,9 @@ NcclCommunicator::NcclCommunicator(Role role, std::shared_ptr<DeviceRuntime> run
       bucket_bytes_(bucket_bytes),
       channel_(channel),
       source_rank_(source_rank),
-      memory_(Buffer::allocate(runtime_, MemoryKind::kDevice, buffers * bucket_bytes)),
+      memory_(ring.data != nullptr ? Buffer()
+                                   : Buffer::allocate(runtime_, MemoryKind::kDevice, buffers * bucket_bytes)),
+      ring_(ring.data != nullptr ? ring.data : memory_.data()),
       stream_(runtime_, "fastsync-nccl") {
   for (std::uint32_t i = 0; i < buffers_; ++i) touched_.emplace_back(runtime_);
   const std::uint64_t queued = std::max<std::uint64_t>(kMinDepth, 2 * std::uint64_t{buffers_});
@@ -41,12 +43,16 @@ nccl::UniqueId NcclCommunicator::make_id() {
 std::shared_ptr<NcclCommunicator> NcclCommunicator::create(Role role, std::shared_ptr<DeviceRuntime> runtime,
                                                            std::uint32_t buffers, std::uint64_t bucket_bytes,
                                                            Place place, const nccl::UniqueId& id,
-                                                           HeaderChannel& channel, int source_rank, Wait& wait) {
+                                                           HeaderChannel& channel, int source_rank, Wait& wait,
+                                                           BufferView ring) {
+  if (ring.data != nullptr && ring.nbytes < buffers * bucket_bytes) {
+    throw InvalidArgument(concat("a ring of ", ring.nbytes, " bytes for ", buffers, " buckets of ", bucket_bytes));
+  }
   if (place.ranks < 2 || place.rank < 0 || place.rank >= place.ranks) {
     throw InvalidArgument(concat("NCCL rank ", place.rank, " of ", place.ranks));
   }
   std::shared_ptr<NcclCommunicator> made(
-      new NcclCommunicator(role, std::move(runtime), buffers, bucket_bytes, channel, source_rank));
+      new NcclCommunicator(role, std::move(runtime), buffers, bucket_bytes, channel, source_rank, ring));
   made->init(place, id, wait);
   return made;
 }
@@ -131,7 +137,7 @@ void NcclCommunicator::poll() {
 }
 
 std::byte* NcclCommunicator::slot_data(std::uint64_t index) const noexcept {
-  return memory_.data() + index % buffers_ * bucket_bytes_;
+  return ring_ + index % buffers_ * bucket_bytes_;
 }
 
 void NcclCommunicator::broadcast(const BucketSlot& slot, std::uint64_t nbytes, Wait& wait) {

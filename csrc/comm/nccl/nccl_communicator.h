@@ -10,7 +10,8 @@
 // this rank; all ranks of a failed sync do it, and the next sync makes a new communicator (recovery(): kReplace). Plan
 // and tensors' tables are untouched by that.
 //
-// Ownership: the communicator, the ring, stream and events. The channel must outlive it.
+// Ownership: the communicator, stream and events, and the ring, unless one is given to it: that must outlive it, and
+// whoever else reads or writes its slots orders that by stream(). The channel must outlive it, too.
 // Threads: as Communicator; the device's context is current on the calling thread during NCCL's calls.
 // Errors: as Communicator: CommError with NCCL's own text; the first one is kept.
 #pragma once
@@ -47,11 +48,13 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] static bool ranks_may_share_device() {
     return !NcclLibrary::unavailable_reason() && NcclLibrary::get().ranks_may_share_device();
   }
-  // Collective: every rank calls it with the source's id. Waits until the communicator stands.
+  // Collective: every rank calls it with the source's id. Waits until the communicator stands. `ring`: device memory of
+  // `buffers` buckets to work on; empty: it makes its own.
   [[nodiscard]] static std::shared_ptr<NcclCommunicator> create(Role role, std::shared_ptr<DeviceRuntime> runtime,
                                                                 std::uint32_t buffers, std::uint64_t bucket_bytes,
                                                                 Place place, const nccl::UniqueId& id,
-                                                                HeaderChannel& channel, int source_rank, Wait& wait);
+                                                                HeaderChannel& channel, int source_rank, Wait& wait,
+                                                                BufferView ring = {});
   ~NcclCommunicator() override;
 
   [[nodiscard]] std::string_view name() const noexcept override { return "nccl"; }
@@ -60,6 +63,8 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] std::uint64_t staging_bytes() const noexcept override { return memory_.nbytes(); }
   [[nodiscard]] MemoryKind memory_kind() const noexcept override { return MemoryKind::kDevice; }
   void bind_stream(StreamView stream) override { caller_ = stream; }
+  // Where the broadcasts run.
+  [[nodiscard]] StreamView stream() const noexcept { return stream_.view(); }
   // Throws the communicator's asynchronous error.
   void poll() override;
 
@@ -75,7 +80,7 @@ class NcclCommunicator final : public Communicator {
 
  private:
   NcclCommunicator(Role role, std::shared_ptr<DeviceRuntime> runtime, std::uint32_t buffers, std::uint64_t bucket_bytes,
-                   HeaderChannel& channel, int source_rank);
+                   HeaderChannel& channel, int source_rank, BufferView ring);
   void init(Place place, const nccl::UniqueId& id, Wait& wait);
   void broadcast(const BucketSlot& slot, std::uint64_t nbytes, Wait& wait);
   void settle_call(nccl::Result result, const char* what, Wait& wait);
@@ -95,7 +100,8 @@ class NcclCommunicator final : public Communicator {
   HeaderChannel& channel_;
   int source_rank_;
   nccl::Comm comm_ = nullptr;
-  Buffer memory_;
+  Buffer memory_;               // its own ring, if it has one
+  std::byte* ring_;             // that, or the one it was given
   Stream stream_;               // the broadcasts
   StreamView caller_;           // who packs or unpacks
   std::vector<Event> touched_;  // a slot each: packed (source), unpacked (receiver)

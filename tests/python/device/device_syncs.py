@@ -16,7 +16,7 @@ from support.ranks import Rank
 from support.tensors import POISON, bytes_of, poisoned, storage_bytes
 
 TIMEOUT_S = 20.0
-ON_DEVICE = ("ipc", "nccl")  # where buckets, and so what loaders are given, lie on the device
+ON_DEVICE = ("ipc", "nccl", "nccl+ipc")  # where buckets, and so what loaders are given, lie on the device
 
 
 @dataclass(frozen=True)
@@ -225,5 +225,7 @@ class Party:
 
 
 def device_session(transport: str, src: int = 0, **options: Any) -> fastsync.WeightSync:
+    """A session of that transport; "nccl+ipc" is what "nccl" becomes where ranks share devices."""
     options.setdefault("timeout_s", TIMEOUT_S)
+    transport = "nccl" if transport == "nccl+ipc" else transport
     return fastsync.WeightSync(src=src, transport=transport, **options)

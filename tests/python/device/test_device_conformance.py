@@ -12,11 +12,14 @@ from support.markers import each_device_transport, each_machine, each_mode
 from support.ranks import Rank, raises, spmd
 
 each_carrier = pytest.mark.parametrize("transport", ["ipc", "nccl", "gloo", "shm"])
+# Ranks 0 and 1 share a device, ranks 2 and 3 another one: with three ranks the source has a follower and there is one
+# rank elsewhere; with four that one has a follower, too.
+each_carrier_of_three = pytest.mark.parametrize("transport", ["ipc", "nccl", "nccl+ipc", "gloo", "shm"])
 each_source = pytest.mark.parametrize("source", ["mapping", "generator"])
 
 
 @each_machine
-@each_carrier
+@each_carrier_of_three
 @each_source
 @each_mode
 @spmd(3)
@@ -161,7 +164,8 @@ AUTO = [
     ((0, 0, 0), "ipc"),
     ((0, 1, 2), "nccl"),
     ((0, None, None), "shm"),
-    ((0, 0, 1), "gloo"),  # NCCL takes no device twice
+    ((0, 0, 1), "nccl+ipc"),
+    ((1, 0, 0), "nccl+ipc"),
     ((0, 1, None), "gloo"),
     ((None, None, None), "shm"),
     ((None, 1, 1), "gloo"),

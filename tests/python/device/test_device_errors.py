@@ -133,9 +133,11 @@ def syncs_on(
     return None
 
 
-def test_nccl_refuses_two_ranks_on_one_device(pool: DevicePool) -> None:
-    pool.group(3).run(syncs_on, [0, 1, 1], "nccl", "CommError", ["ranks 1 and 2", "share a device"])
-    pool.group(3).run(syncs_on, [2, 1, 2], "nccl", "CommError", ["ranks 0 and 2", "share a device"])
+def test_nccl_refuses_ranks_that_are_all_on_one_device(pool: DevicePool) -> None:
+    wanted = ["ranks 0 and 1", "share a device", "'ipc'", "NCCL_MULTI_RANK_GPU_ENABLE"]
+    pool.group(3).run(syncs_on, [1, 1, 1], "nccl", "CommError", wanted)
+    pool.group(3).run(syncs_on, [0, 1, 1], "nccl", "nccl+ipc")
+    pool.group(3).run(syncs_on, [2, 1, 2], "nccl", "nccl+ipc")
 
 
 def test_ipc_refuses_different_devices(pool: DevicePool) -> None:
