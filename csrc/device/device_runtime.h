@@ -101,6 +101,9 @@ class DeviceRuntime : public std::enable_shared_from_this<DeviceRuntime> {
   // An inline stream cannot be held back: StateError if the event is not complete. Synchronise the event instead.
   virtual void stream_wait_event(StreamView stream, void* event) = 0;
 
+  // After an error that only a new process gets rid of: nothing can be given back any more, and every call throws.
+  [[nodiscard]] virtual bool broken() const noexcept { return false; }
+
   // Whose device it is: equal in all processes that see the same device, whatever they call it. Empty for host memory.
   [[nodiscard]] virtual std::string device_id() const { return {}; }
   // Somebody else's stream, by its native handle (the caller's current one). Borrowed: valid as long as that is.

@@ -13,6 +13,14 @@ namespace {
 constexpr std::size_t kMaxGuests = 4096;
 constexpr std::size_t kMaxGuestBytes = 256 * 1024;  // a Hello, or the events of 1024 buckets
 constexpr std::size_t kMaxOfferBytes = 256 * 1024;  // a ring's description, with as many events
+
+void say_closed(Link& link, bool closed) noexcept {
+  if (closed) {
+    link.end_sending();
+  } else {
+    (void)OwnedFd::duplicate(link.fd()).release();  // for the rest of this process
+  }
+}
 }  // namespace
 
 // --- the leader's side ----------------------------------------------------------------------------------------------
@@ -95,12 +103,12 @@ void RingHost::retire() noexcept {
     ring_.reset();
     return;
   }
-  ring_->detach();
+  const bool closed = ring_->detach();
   std::vector<OwnedFd> others;
   for (const Guest& guest : guests_) {
     if (!guest.link->gone() && guest.index) others.push_back(OwnedFd::duplicate(guest.link->fd()));
   }
-  for (const Guest& guest : guests_) guest.link->end_sending();
+  for (const Guest& guest : guests_) say_closed(*guest.link, closed);
   IpcCommunicator::keep_for(std::move(ring_), others);
   guests_.clear();
   listener_.reset();
@@ -154,9 +162,10 @@ void RingGuest::answer(const std::vector<EventHandle>& events) {
   link_->send(FrameType::kReady, 0, 0, encode_events(events));
 }
 
-void RingGuest::retire(std::shared_ptr<Communicator> reader) noexcept {
+void RingGuest::retire(std::shared_ptr<IpcCommunicator> reader) noexcept {
+  const bool closed = !reader || reader->detach();
   if (::getpid() == pid_ && link_) {
-    link_->end_sending();
+    say_closed(*link_, closed);
     if (reader && !link_->gone()) {
       const OwnedFd leader = OwnedFd::duplicate(link_->fd());
       IpcCommunicator::keep_for(std::move(reader), {&leader, 1});

@@ -6,7 +6,8 @@
 //
 // The connection then stays for as long as both hold the ring. Its end says that the other side has closed all that it
 // had opened, and so what was exported to it may go: that is how each side knows, and no message is needed. What becomes of
-// a sync is never read from it; the source says that.
+// a sync is never read from it; the source says that. A side whose device is broken can close nothing, and keeps the
+// connection until its process ends.
 //
 // Ownership: the host shares the ring; a guest's ring is its caller's. Threads: one at a time. Nothing here blocks.
 // Errors: CommError for a peer that is not one of ours, DeviceError from opening events.
@@ -83,8 +84,8 @@ class RingGuest {
   // The ring is open: its events, for the leader.
   void answer(const std::vector<EventHandle>& events);
   [[nodiscard]] Link* link() const noexcept { return link_.get(); }
-  // Says that the ring is closed, and keeps the events of its reader (may be null) until the leader has closed them.
-  void retire(std::shared_ptr<Communicator> reader) noexcept;
+  // Closes the ring (`reader`, may be null), says so, and keeps the reader's events until the leader has closed them.
+  void retire(std::shared_ptr<IpcCommunicator> reader) noexcept;
 
  private:
   pid_t pid_;

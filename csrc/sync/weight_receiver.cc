@@ -67,11 +67,12 @@ void WeightReceiver::drop_data_plane() noexcept {
   slot_.reset();
   if (comm_ && comm_->name() == "ipc") {
     // Whose ring it is may have our events open: they go once it has opened the next ones, or given up its ring.
-    static_cast<IpcCommunicator&>(*comm_).detach();
+    auto reader = std::static_pointer_cast<IpcCommunicator>(std::exchange(comm_, nullptr));
     if (ring_guest_) {
-      ring_guest_->retire(std::move(comm_));
+      ring_guest_->retire(std::move(reader));
     } else {
-      retired_.push_back(std::move(comm_));
+      unclosed_generation_ = reader->detach() ? 0 : comm_generation_;
+      retired_.push_back(std::move(reader));
     }
   }
   comm_.reset();
@@ -409,7 +410,7 @@ void WeightReceiver::ask(const std::string& transport) {
   enter_call();
   if (runtime_ && comm_ && comm_->memory_kind() == MemoryKind::kDevice && comm_device_ != runtime_) drop_data_plane();
   Join join;
-  join.comm_generation = comm_ ? comm_generation_ : 0;
+  join.comm_generation = comm_ ? comm_generation_ : unclosed_generation_;
   join.transport = transport;
   if (runtime_) {
     join.device_id = runtime_->device_id();

@@ -27,7 +27,7 @@ void WeightSender::drop_data_plane() noexcept {
   comm_.reset();
   if (ring_) {
     // Readers may have it open: it goes once they have opened the next one, or say that they hold none.
-    ring_->detach();
+    (void)ring_->detach();
     retired_.push_back(std::move(ring_));
   }
   for (auto& [rank, peer] : peers_) peer.farewell.reset();

@@ -204,15 +204,16 @@ std::unique_ptr<IpcCommunicator> IpcCommunicator::attach(const std::shared_ptr<D
   return made;
 }
 
-IpcCommunicator::~IpcCommunicator() { detach(); }
+IpcCommunicator::~IpcCommunicator() { (void)detach(); }
 
-void IpcCommunicator::detach() noexcept {
+bool IpcCommunicator::detach() noexcept {
   if (is_source_) {
     for (auto& reader : read_) reader.clear();
-    return;
+  } else {
+    packed_.clear();
+    if (mapped_.data != nullptr) runtime_->close_memory(std::exchange(mapped_, Allocation{}));
   }
-  packed_.clear();
-  if (mapped_.data != nullptr) runtime_->close_memory(std::exchange(mapped_, Allocation{}));
+  return !runtime_->broken();
 }
 
 IpcDescriptor IpcCommunicator::describe() const {

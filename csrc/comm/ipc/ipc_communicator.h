@@ -59,8 +59,9 @@ class IpcCommunicator final : public Communicator {
                                                                std::uint32_t reader_index);
   ~IpcCommunicator() override;
 
-  // Closes what was imported. The object is of no use afterwards, but what it exported lives on.
-  void detach() noexcept;
+  // Closes what was imported. The object is of no use afterwards, but what it exported lives on. False: the device is
+  // broken, and what was imported stays open until this process ends.
+  bool detach() noexcept;
   // Keeps a ring alive until every one of these connections has been closed by its other end, however that happens.
   // Never blocks; looked after whenever a ring is made or kept.
   static void keep_for(std::shared_ptr<Communicator> ring, std::span<const OwnedFd> others) noexcept;

@@ -102,6 +102,7 @@ class CudaRuntime final : public DeviceRuntime {
   void stream_wait_event(StreamView stream, void* event) override;
 
   // The device's UUID, 32 hexadecimal digits. Of the instance, where the device is divided (MIG).
+  [[nodiscard]] bool broken() const noexcept override { return is_broken_.load(std::memory_order_acquire); }
   [[nodiscard]] std::string device_id() const override { return device_id_; }
   // 0 and 1 are the legacy default stream, 2 is the calling thread's default stream.
   [[nodiscard]] StreamView wrap_stream(void* native) override;

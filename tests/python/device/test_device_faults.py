@@ -21,7 +21,8 @@ from support.ranks import Failure, Outcome, Rank, names_rank
 
 pytestmark = fault
 
-SIZE = 3
+FANOUT = "nccl+ipc"  # two ranks on each of two devices: 0 and 2 lead, 1 and 3 follow
+SIZES = {FANOUT: 4}
 ITEMS = plain_items(12, 500)
 BUCKET_BYTES = 4096  # six buckets
 ATTEMPTS = 8
@@ -90,13 +91,17 @@ def struck(
     return Seen(syncs, ends, before)
 
 
+def size_of(transport: str) -> int:
+    return SIZES.get(transport, 3)
+
+
 _probes: dict[str, list[Seen]] = {}
 
 
 def probe(pool: DevicePool, transport: str) -> list[Seen]:
     """A run without a fault: how often each symbol has been called when a sync begins."""
     if transport not in _probes:
-        _probes[transport] = pool.device_group(SIZE).run(struck, transport, attempts=2, after=0)
+        _probes[transport] = pool.device_group(size_of(transport)).run(struck, transport, attempts=2, after=0)
     return _probes[transport]
 
 
@@ -114,7 +119,7 @@ def strike(
     pool: DevicePool, transport: str, victim: int, symbol: str, action: str, when: str = "first", **options: Any
 ) -> dict[int, Outcome]:
     nth = nth_call(pool, transport, symbol, victim, when)
-    group = pool.device_group(SIZE, f"rank={victim} symbol={symbol} nth={nth} action={action}")
+    group = pool.device_group(size_of(transport), f"rank={victim} symbol={symbol} nth={nth} action={action}")
     return group.outcomes(struck, transport, limit_s=45, **options)
 
 
@@ -165,16 +170,33 @@ OF_TRANSPORT = {
         ("ncclBroadcast", 3, "later"),
         ("ncclCommGetAsyncError", 1, "later"),
     ],
+    FANOUT: [
+        ("cuIpcOpenMemHandle_v2", 201, "first"),
+        ("cuIpcOpenEventHandle", 201, "first"),
+        ("ncclCommInitRankConfig", 2, "first"),
+        ("ncclBroadcast", 3, "first"),
+        ("ncclBroadcast", 3, "later"),
+        ("cuEventRecord", 1, "later"),
+        ("cuStreamWaitEvent", 1, "later"),
+    ],
     "gloo": [("cuMemHostRegister_v2", 2, "first")],
 }
 # Called by one side; and where the source cannot export an event, the hosts order the buckets.
 ONLY = {"cuIpcGetMemHandle": 0, "cuIpcOpenMemHandle_v2": 1, "cuIpcGetEventHandle": 1, "ncclGetUniqueId": 0}
+LEADERS, FOLLOWERS = (0, 2), (1, 3)
+
+
+def victims_of(transport: str, symbol: str) -> Sequence[int]:
+    if transport != FANOUT:
+        return [ONLY[symbol]] if symbol in ONLY else [0, 1]
+    return LEADERS if symbol.startswith("nccl") else FOLLOWERS if symbol in ONLY else range(4)
+
+
 FAILING = [
     (transport, victim, *case)
     for transport, cases in OF_TRANSPORT.items()
     for case in (*(COMMON if transport == "ipc" else COMMON[6:9]), *cases)
-    for victim in (0, 1)
-    if ONLY.get(case[0], victim) == victim
+    for victim in victims_of(transport, case[0])
 ]
 
 
@@ -183,7 +205,7 @@ def test_call_that_fails_is_an_error_of_its_rank_and_the_next_sync_works(
     pool: DevicePool, transport: str, victim: int, symbol: str, code: int, when: str
 ) -> None:
     outcomes = strike(pool, transport, victim, symbol, f"fail code={code}", when)
-    ends = failed_together(outcomes, range(SIZE), TIMEOUT_S)
+    ends = failed_together(outcomes, range(size_of(transport)), TIMEOUT_S)
     kind = "CommError" if symbol.startswith("nccl") else "DeviceError"
     own = ends[victim].failure
     assert own is not None and kind in own.bases, own.traceback
@@ -204,6 +226,10 @@ STICKY = [
     ("nccl", 1, "into", "mapping"),
     ("gloo", 0, "stream", "mapping"),
     ("gloo", 1, "into", "generator"),
+    (FANOUT, 0, "into", "mapping"),
+    (FANOUT, 1, "load", "mapping"),
+    (FANOUT, 2, "into", "generator"),
+    (FANOUT, 3, "into", "mapping"),
 ]
 
 
@@ -211,10 +237,10 @@ STICKY = [
 def test_broken_device_is_an_error_now_and_in_every_later_sync(
     pool: DevicePool, transport: str, victim: int, mode: str, source: str
 ) -> None:
-    group = pool.device_group(SIZE, f"rank={victim} symbol=cuLaunchKernel nth=9 action=fail_later code=700")
+    group = pool.device_group(size_of(transport), f"rank={victim} symbol=cuLaunchKernel nth=9 action=fail_later code=700")
     outcomes = group.outcomes(broken, transport, mode, source, victim)
-    ends = failed_together(outcomes, range(SIZE), TIMEOUT_S)
-    for rank in range(SIZE):
+    ends = failed_together(outcomes, range(size_of(transport)), TIMEOUT_S)
+    for rank in range(size_of(transport)):
         for end in (ends[rank], *outcomes[rank].result().after):
             assert end.failure is not None and "DeviceError" in end.failure.bases, end.failure
             assert end.seconds < TIMEOUT_S
@@ -272,6 +298,9 @@ HANGING = [
     ("nccl", 1, "ncclBroadcast", "later", True),
     ("nccl", 0, "ncclCommInitRankConfig", "first", True),
     ("nccl", 1, "ncclCommInitRankConfig", "first", True),
+    *[(FANOUT, victim, "cuLaunchKernel", "later", False) for victim in range(4)],
+    *[(FANOUT, victim, "ncclBroadcast", "later", True) for victim in LEADERS],
+    *[(FANOUT, victim, "ncclCommInitRankConfig", "first", True) for victim in LEADERS],
 ]
 
 
@@ -282,7 +311,7 @@ def test_work_that_never_ends_is_a_timeout_on_every_rank(
     outcomes = strike(
         pool, transport, victim, symbol, "hang", when, timeout_s=SHORT_TIMEOUT_S, after=1 if usable else 0
     )
-    ends = failed_together(outcomes, range(SIZE), SHORT_TIMEOUT_S)
+    ends = failed_together(outcomes, range(size_of(transport)), SHORT_TIMEOUT_S)
     for end in ends:
         assert "SyncTimeout" in end.kinds(), end.failure
     if usable:
@@ -295,16 +324,20 @@ def test_events_that_cannot_be_exported_are_done_without(pool: DevicePool) -> No
         assert [end.failure for end in outcome.result().syncs] == [None] * 3
 
 
+@pytest.mark.parametrize(("transport", "victim"), [("ipc", 1), (FANOUT, 1), (FANOUT, 3)])
 @pytest.mark.parametrize("symbol", ["cuIpcOpenMemHandle_v2", "cuIpcOpenEventHandle"])
-def test_rank_that_is_stuck_in_the_driver_is_named_by_the_others(pool: DevicePool, symbol: str) -> None:
-    nth = nth_call(pool, "ipc", symbol, 1, "first")
-    group = pool.device_group(SIZE, f"rank=1 symbol={symbol} nth={nth} action=hang")
-    running = group.start(struck, "ipc", ranks=[0, 2], timeout_s=SHORT_TIMEOUT_S, after=0)
-    group.start(struck, "ipc", ranks=[1], timeout_s=SHORT_TIMEOUT_S, after=0)
+def test_rank_that_is_stuck_in_the_driver_is_named_by_the_others(
+    pool: DevicePool, transport: str, victim: int, symbol: str
+) -> None:
+    nth = nth_call(pool, transport, symbol, victim, "first")
+    group = pool.device_group(size_of(transport), f"rank={victim} symbol={symbol} nth={nth} action=hang")
+    others = [rank for rank in range(size_of(transport)) if rank != victim]
+    running = group.start(struck, transport, ranks=others, timeout_s=SHORT_TIMEOUT_S, after=0)
+    group.start(struck, transport, ranks=[victim], timeout_s=SHORT_TIMEOUT_S, after=0)
     outcomes = running.join(20)
-    for end in failed_together(outcomes, [0, 2], SHORT_TIMEOUT_S):
+    for end in failed_together(outcomes, others, SHORT_TIMEOUT_S):
         assert end.failure is not None
-        assert "SyncTimeout" in end.kinds() and names_rank(end.failure.message, 1), end.failure.message
+        assert "SyncTimeout" in end.kinds() and names_rank(end.failure.message, victim), end.failure.message
 
 
 LATE = [
@@ -316,6 +349,9 @@ LATE = [
     ("nccl", 1, "ncclCommInitRankConfig"),
     ("gloo", 0, "cuLaunchKernel"),
     ("gloo", 1, "cuMemcpyAsync"),
+    *[(FANOUT, victim, "cuLaunchKernel") for victim in range(4)],
+    *[(FANOUT, victim, "ncclBroadcast") for victim in LEADERS],
+    *[(FANOUT, victim, "cuIpcOpenMemHandle_v2") for victim in FOLLOWERS],
 ]
 
 
@@ -325,7 +361,7 @@ def test_work_that_comes_late_is_waited_for(pool: DevicePool, transport: str, vi
     for outcome in outcomes.values():
         seen = outcome.result()
         assert [end.failure for end in seen.syncs] == [None] * 3
-    assert max(outcomes[rank].result().syncs[0].seconds for rank in range(SIZE)) >= 0.3
+    assert max(outcomes[rank].result().syncs[0].seconds for rank in range(size_of(transport))) >= 0.3
 
 
 CORRUPTING = [
@@ -338,6 +374,10 @@ CORRUPTING = [
     ("nccl", 1, "ncclBroadcast", "first", "load"),
     ("gloo", 0, "cuLaunchKernel", "later", "into"),
     ("gloo", 0, "cuLaunchKernel", "first", "load"),
+    (FANOUT, 0, "cuLaunchKernel", "later", "into"),
+    (FANOUT, 0, "cuLaunchKernel", "later", "load"),
+    (FANOUT, 2, "ncclBroadcast", "later", "into"),
+    (FANOUT, 2, "ncclBroadcast", "first", "load"),
 ]
 
 
@@ -346,12 +386,13 @@ def test_corrupted_bucket_is_a_checksum_error_that_names_rank_and_bucket(
     pool: DevicePool, transport: str, victim: int, symbol: str, when: str, mode: str
 ) -> None:
     outcomes = strike(pool, transport, victim, symbol, "corrupt bytes=3", when, mode=mode)
-    ends = failed_together(outcomes, range(SIZE), TIMEOUT_S)
+    ends = failed_together(outcomes, range(size_of(transport)), TIMEOUT_S)
     for rank, end in enumerate(ends):
         assert end.failure is not None and "ChecksumError" in end.failure.bases, end.failure
         assert "bucket " in end.failure.message
-        named = [receiver for receiver in (1, 2) if names_rank(end.failure.message, receiver)]
-        assert named if victim == 0 else 1 in named, end.failure.message
+        named = [receiver for receiver in range(1, size_of(transport)) if names_rank(end.failure.message, receiver)]
+        # Who leads others corrupts their bytes, too.
+        assert named if victim == 0 or transport == FANOUT else 1 in named, end.failure.message
         assert end.seconds < TIMEOUT_S
         if mode == "into" and rank == max(victim, 1):
             assert end.dirty
@@ -374,6 +415,10 @@ KILLING = [
     ("nccl", 1, "cuStreamWaitEvent"),
     ("gloo", 0, "cuLaunchKernel"),
     ("gloo", 1, "cuMemcpyAsync"),
+    *[(FANOUT, victim, "cuEventRecord") for victim in range(4)],
+    *[(FANOUT, victim, "cuIpcOpenMemHandle_v2") for victim in FOLLOWERS],
+    *[pytest.param(FANOUT, victim, "ncclBroadcast", marks=_behind_the_dead) for victim in LEADERS],
+    *[(FANOUT, victim, "ncclCommInitRankConfig") for victim in LEADERS],
 ]
 
 
@@ -383,10 +428,10 @@ def test_killed_rank_is_lost_to_the_others_and_they_go_on_without_it(
 ) -> None:
     when = "first" if symbol in ("cuIpcOpenMemHandle_v2", "ncclCommInitRankConfig") else "later"
     nth = nth_call(pool, transport, symbol, victim, when)
-    group = pool.device_group(SIZE, f"rank={victim} symbol={symbol} nth={nth} action=kill")
+    group = pool.device_group(size_of(transport), f"rank={victim} symbol={symbol} nth={nth} action=kill")
     outcomes = group.outcomes(struck, transport, limit_s=45, after=0)
     assert outcomes[victim].died, outcomes[victim].describe()
-    survivors = [rank for rank in range(SIZE) if rank != victim]
+    survivors = [rank for rank in range(size_of(transport)) if rank != victim]
     for end in failed_together(outcomes, survivors, TIMEOUT_S):
         assert end.failure is not None
         assert "PeerLost" in end.failure.bases and names_rank(end.failure.message, victim), end.failure.traceback
