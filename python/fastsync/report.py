@@ -23,7 +23,8 @@ class SyncReport:
 
     Attributes:
         version: The version that was committed.
-        transport: What carried the bytes ("shm", "gloo", ...); in a group of one rank, what would have.
+        transport: What carried the bytes ("shm", "gloo", ...); in a group of one rank, what would have. "nccl+ipc": NCCL
+            between one rank of each device, ipc from that to the others of the device.
         nbytes: Bytes of tensor data that were synced.
         tensors: How many tensors.
         buckets: How many buckets carried them.
@@ -31,7 +32,8 @@ class SyncReport:
         seconds: Wall time of the call, the wait for the other ranks included.
         gb_per_s: nbytes / seconds / 1e9.
         plan_reused: The plan of an earlier sync was replayed.
-        peak_staging_bytes: Bucket and scratch memory that this process held for it.
+        peak_staging_bytes: Bucket and scratch memory that this process held for it. A shared ring's last 2 MiB block of
+            device memory counts as far as buckets lie in it.
         phases: Seconds of this rank's thread in plan, pack, transfer, unpack, wait and commit.
         unexpected: Names that were sent and have no destination (strict=False); at the source, of any receiver.
         missing: Names that have a destination and were not sent (strict=False); at the source, of any receiver.

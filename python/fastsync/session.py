@@ -79,8 +79,8 @@ class WeightSync:
         bucket_bytes: Bytes of a bucket, at least 1; rounded up to 256, cut down to what the plan needs. None: by
             transport and cache size. The source's value holds. Sharded: of one bucket of every share together, so that a
             receiver's memory does not grow with the number of trainers.
-        transport: "auto", "shm" (one host), "gloo" (several), "nccl" (CUDA) or "ipc" (CUDA, ranks on one device); see
-            `fastsync.transports()`.
+        transport: "auto", "shm" (one host), "gloo" (several), "nccl" (CUDA; ranks that share a device included, as long
+            as there is another device) or "ipc" (CUDA, all ranks on one device); see `fastsync.transports()`.
         verify: Checksum every bucket. The source's value holds.
         timeout_s: Seconds without progress after which a wait of this rank ends with `SyncTimeout`.
         strict: Unknown and missing names are errors; False syncs what both sides have, as in torch. The source's value

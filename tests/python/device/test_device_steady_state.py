@@ -9,8 +9,8 @@ import torch
 from device_syncs import Item, Party, device_session, odd_items, plain_items
 
 from fastsync import _core
-from support.devices import Journal, itemsize_of, journal, ordinal_of
-from support.markers import each_device_transport, leak
+from support.devices import DevicePool, Journal, itemsize_of, journal, ordinal_of
+from support.markers import DEVICE_TRANSPORTS, each_device_transport, leak
 from support.process import Held
 from support.ranks import Rank, raises, spmd
 
@@ -92,9 +92,16 @@ def counted(party: Party, sync: Any, step: int) -> tuple[dict[str, int], int]:
     return calls, report.buckets
 
 
-@each_device_transport
-@spmd(3)
-def test_steady_sync_launches_once_a_bucket_and_makes_nothing(rank: Rank, transport: str) -> None:
+# In a fan-out, ranks 0 and 2 take part in NCCL; ranks 1 and 3 read what those hold.
+LEADERS = {"nccl": range(4), "nccl+ipc": (0, 2)}
+
+
+@pytest.mark.parametrize("transport", [*DEVICE_TRANSPORTS, "nccl+ipc"])
+def test_steady_sync_launches_once_a_bucket_and_makes_nothing(pool: DevicePool, transport: str) -> None:
+    pool.group(4 if transport == "nccl+ipc" else 3).run(steady_sync, transport)
+
+
+def steady_sync(rank: Rank, transport: str) -> None:
     party = Party(rank, transport, odd_items()[::3])
     with device_session(transport, bucket_bytes=8192) as sync:
         for step in range(3):
@@ -105,7 +112,7 @@ def test_steady_sync_launches_once_a_bucket_and_makes_nothing(rank: Rank, transp
             made = {name: calls[name] for name in MAKES_OR_BLOCKS if name in calls}
             assert not made, f"a steady sync of {buckets} buckets called {made}"
             assert calls.get("cuLaunchKernel", 0) + calls.get("cuLaunchKernelEx", 0) == buckets
-            assert calls.get("ncclBroadcast", 0) == (buckets if transport == "nccl" else 0)
+            assert calls.get("ncclBroadcast", 0) == (buckets if rank.index in LEADERS.get(transport, ()) else 0)
             # The tables are on the device already: what is copied are checksums (and, through the host, buckets).
             copies = sum(count for name, count in calls.items() if name.startswith("cuMemcpy"))
             assert copies <= (buckets + 1 if transport == "gloo" else 1), calls
@@ -208,6 +215,18 @@ def fails(rank: Rank, party: Party, sync: Any, step: int) -> None:
 
 
 @leak
+@spmd(4, limit_s=120, fresh=True)
+def test_hundred_syncs_of_a_fan_out_are_flat(rank: Rank) -> None:
+    soak(rank, "nccl+ipc", 100, 40)
+
+
+@leak
+@spmd(4, limit_s=120, fresh=True)
+def test_fan_outs_with_a_failure_every_fifth_sync_are_flat(rank: Rank) -> None:
+    soak(rank, "nccl+ipc", 80, 40, fail_every=5)
+
+
+@leak
 @each_device_transport
 @spmd(2, limit_s=120, fresh=True)
 def test_three_hundred_syncs_are_flat(rank: Rank, transport: str) -> None:
@@ -222,7 +241,7 @@ def test_syncs_with_a_failure_every_fifth_one_are_flat(rank: Rank, transport: st
 
 
 @leak
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "nccl+ipc"])
 @spmd(3, limit_s=120, fresh=True)
 def test_from_the_fourth_sync_on_nothing_is_made(rank: Rank, transport: str) -> None:
     party = Party(rank, transport, plain_items(12, 500))
@@ -241,9 +260,12 @@ def test_from_the_fourth_sync_on_nothing_is_made(rank: Rank, transport: str) -> 
 
 
 @leak
-@each_device_transport
-@spmd(2, limit_s=120, fresh=True)
-def test_sessions_opened_and_closed_leave_nothing(rank: Rank, transport: str) -> None:
+@pytest.mark.parametrize("transport", [*DEVICE_TRANSPORTS, "nccl+ipc"])
+def test_sessions_opened_and_closed_leave_nothing(pool: DevicePool, transport: str) -> None:
+    pool.device_group(4 if transport == "nccl+ipc" else 2).run(sessions, transport, limit_s=120)
+
+
+def sessions(rank: Rank, transport: str) -> None:
     party = Party(rank, transport, plain_items(6))
 
     def once(step: int) -> None:
@@ -251,11 +273,11 @@ def test_sessions_opened_and_closed_leave_nothing(rank: Rank, transport: str) ->
             party.sync(sync, step)
         rank.barrier()
 
-    for step in range(4):
+    for step in range(16):  # until the doubles' address space is cut up as much as it will be
         once(step)
     before, held = journal().live, Held.now()
     rank.barrier()
-    for step in range(4, 24):
+    for step in range(16, 36):
         once(step)
     now = journal().live
     assert all(now.get(kind, 0) <= before.get(kind, 0) for kind in LIVE), (dict(before), dict(now))
