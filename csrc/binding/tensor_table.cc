@@ -386,8 +386,9 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
 
 void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& view, int device) {
   TensorMeta& old = metas_[index];
-  if (old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize ||
-      old.nbytes != meta.nbytes) {
+  const bool another = old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize ||
+                       old.nbytes != meta.nbytes;
+  if (another) {
     changed_ = true;
     ++stamp_;
     meta.name = std::move(old.name);
@@ -401,6 +402,8 @@ void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& vie
   }
   auto& strides = element_strides_[index];
   strides.clear();
+  // Looked at anew, and found where it was: what was made for its address still holds.
+  if (!another && views_[index] == view && devices_[index] == device) return;
   views_[index] = std::move(view);
   devices_[index] = static_cast<std::int16_t>(device);
   device_.reset();

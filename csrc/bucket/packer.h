@@ -31,6 +31,8 @@ struct TensorView {
   bool complex = false;
   std::vector<std::int64_t> shape;    // non-contiguous only
   std::vector<std::int64_t> strides;  // in BYTES; may be 0 or negative
+
+  [[nodiscard]] bool operator==(const TensorView&) const = default;
 };
 
 // Validates, drops size-1 dimensions, merges dimensions that are contiguous with each other, sets `contiguous`. Throws

@@ -237,7 +237,9 @@ STICKY = [
 def test_broken_device_is_an_error_now_and_in_every_later_sync(
     pool: DevicePool, transport: str, victim: int, mode: str, source: str
 ) -> None:
-    group = pool.device_group(size_of(transport), f"rank={victim} symbol=cuLaunchKernel nth=9 action=fail_later code=700")
+    group = pool.device_group(
+        size_of(transport), f"rank={victim} symbol=cuLaunchKernel nth=9 action=fail_later code=700"
+    )
     outcomes = group.outcomes(broken, transport, mode, source, victim)
     ends = failed_together(outcomes, range(size_of(transport)), TIMEOUT_S)
     for rank in range(size_of(transport)):
