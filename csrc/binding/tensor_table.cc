@@ -386,8 +386,8 @@ bool TensorTable::unchanged(std::size_t index, PyObject* object) {
 
 void TensorTable::install(std::size_t index, TensorMeta&& meta, TensorView&& view, int device) {
   TensorMeta& old = metas_[index];
-  const bool another = old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize ||
-                       old.nbytes != meta.nbytes;
+  const bool another =
+      old.dtype != meta.dtype || old.shape != meta.shape || old.itemsize != meta.itemsize || old.nbytes != meta.nbytes;
   if (another) {
     changed_ = true;
     ++stamp_;

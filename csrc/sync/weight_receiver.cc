@@ -15,6 +15,7 @@ namespace fastsync {
 
 namespace {
 constexpr std::chrono::milliseconds kDrainPatience{500};
+constexpr std::uint64_t kUnclosedRing = ~std::uint64_t{0};  // a generation that never is
 constexpr std::chrono::milliseconds kDeathPatience{100};
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -71,7 +72,7 @@ void WeightReceiver::drop_data_plane() noexcept {
     if (ring_guest_) {
       ring_guest_->retire(std::move(reader));
     } else {
-      unclosed_generation_ = reader->detach() ? 0 : comm_generation_;
+      if (!reader->detach()) holds_unclosed_ = true;
       retired_.push_back(std::move(reader));
     }
   }
@@ -410,7 +411,7 @@ void WeightReceiver::ask(const std::string& transport) {
   enter_call();
   if (runtime_ && comm_ && comm_->memory_kind() == MemoryKind::kDevice && comm_device_ != runtime_) drop_data_plane();
   Join join;
-  join.comm_generation = comm_ ? comm_generation_ : unclosed_generation_;
+  join.comm_generation = comm_ ? comm_generation_ : holds_unclosed_ ? kUnclosedRing : 0;
   join.transport = transport;
   if (runtime_) {
     join.device_id = runtime_->device_id();

@@ -231,7 +231,7 @@ class WeightReceiver {
   std::unique_ptr<HeaderChannel> headers_;  // over the control link
   std::shared_ptr<Communicator> comm_;      // shared with tensors that were lent to code that is not ours
   std::uint64_t comm_generation_ = 0;
-  std::uint64_t unclosed_generation_ = 0;               // of a shared ring that a broken device holds open
+  bool holds_unclosed_ = false;                         // a ring of the source that a broken device holds open
   std::shared_ptr<DeviceRuntime> comm_device_;          // whose memory its buckets are
   std::unique_ptr<RingHost> ring_host_;                 // of a fan-out: this rank leads others on its device
   std::unique_ptr<RingGuest> ring_guest_;               // ... or follows one that is not the source

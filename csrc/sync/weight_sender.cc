@@ -272,7 +272,7 @@ void WeightSender::handle(Peer& peer, Frame& frame) {
     case FrameType::kBye: {
       std::string why(reinterpret_cast<const char*>(frame.payload.data()), frame.payload.size());
       peer.said_bye = true;
-      if (comm_ && comm_->name() == "ipc" && peer.events_of == comm_generation_) {
+      if (((comm_ && comm_->name() == "ipc") || ring_) && peer.events_of == comm_generation_) {
         peer.farewell = OwnedFd::duplicate(peer.link->fd());
       }
       peer.link->close();

@@ -65,7 +65,10 @@ void WeightSender::connect_fanout() {
   if (ring_) {
     std::uint32_t index = 0;
     for (const int rank : seated_.front().followers) {
-      ring_->add_reader(index++, decode_events(peers_.at(rank).ready_data, comm_buffers_));
+      Peer& peer = peers_.at(rank);
+      ring_->add_reader(index++, decode_events(peer.ready_data, comm_buffers_));
+      peer.events_of = comm_generation_;
+      peer.farewell.reset();
     }
   }
   NcclCommunicator::Place place;

@@ -35,7 +35,7 @@ from ._group import Channel
 from ._progress import Display
 from ._sharded_channel import ROLLOUT, TRAINER, ShardedChannel
 from ._tensors import is_generator
-from ._transports import candidates, default_bucket_bytes
+from ._transports import asked_of_share, candidates, default_bucket_bytes
 from ._waiting import Deadline
 from .errors import CommError, Error, InvalidArgument, ManifestMismatch, PeerFailed, Refused, StateError, SyncTimeout
 from .report import SyncReport
@@ -217,7 +217,7 @@ class _Call:
         if session._device is not None:
             sender.use_device(session._device, session._stream_handle)
         if channel.rollouts:
-            sender.join(transport, candidates(session._device is not None))
+            sender.join(asked_of_share(transport), candidates(session._device is not None))
         held = sender.begin(number, self.share_bytes, self.buffers, self.verify, self.strict, plan, False)
         self._attach_external(channel.part(session._rank), sender, sender.comm_generation)
         self.display.start(plan.nbytes, lambda: sender.bytes_sent)
@@ -227,7 +227,7 @@ class _Call:
 
     def open_shares(self, use: Callable[[Any], None], binder: Any) -> None:
         """All shares, as a receiver, up to their first buckets. Every rollout takes the same steps in the same order."""
-        channel, transport = self.channel, self.begin["transport"]
+        channel, transport = self.channel, asked_of_share(self.begin["transport"])
         verdict, count = self.verdict, len(channel.trainers)
         self.shares = channel.shares(self.begin["fingerprint"], lambda: verdict.shares(count))
         for trainer in channel.trainers:

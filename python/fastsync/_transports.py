@@ -89,6 +89,14 @@ def check_transport(name: object) -> str:
     return info.name
 
 
+def asked_of_share(transport: str) -> str:
+    """What the ranks of one share ask for where all shares together use `transport`.
+
+    A fan-out is nobody's to ask for, and the ranks of a share may be all on one device, or all on their own.
+    """
+    return "auto" if transport == "nccl+ipc" else transport
+
+
 def default_bucket_bytes(transport: str) -> int:
     """Bucket size when none is asked for."""
     if transport == "shm":

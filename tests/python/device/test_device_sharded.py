@@ -13,7 +13,9 @@ from support.devices import DevicePool, machine_of
 from support.markers import each_mode
 from support.ranks import Rank, raises, spmd
 
-each_carrier = pytest.mark.parametrize("transport", ["ipc", "nccl", "gloo", "shm"])
+each_carrier = pytest.mark.parametrize("transport", ["ipc", "nccl", "nccl+ipc", "gloo", "shm"])
+# Where the ranks are: in the fan-out one trainer's share stays on its device, the other's crosses to a leader there.
+PLACES = {"ipc": (0, 0, 0, 0), "nccl+ipc": (0, 1, 0, 0)}
 TRAINERS = 2
 
 
@@ -22,7 +24,7 @@ class Side:
 
     def __init__(self, rank: Rank, transport: str, items: Sequence[Item], mode: str) -> None:
         self.rank, self.items, self.mode, self.transport = rank, items, mode, transport
-        self.machine = machine_of("double", 0 if transport == "ipc" else rank.index)
+        self.machine = machine_of("double", PLACES.get(transport, range(4))[rank.index])
         self.trains = rank.index < TRAINERS
         self.mine: Any = None
         if self.trains:
@@ -67,6 +69,7 @@ class Side:
 
 
 def sharded(transport: str, **options: Any) -> fastsync.WeightSync:
+    transport = "nccl" if transport == "nccl+ipc" else transport
     return fastsync.WeightSync(src="sharded", transport=transport, timeout_s=20.0, **options)
 
 
