@@ -55,7 +55,7 @@ void DevicePacker::begin(StreamView caller, Place place, bool verify) {
   caller_ = caller;
   current_ = place == Place::kOwn ? stream_.view() : caller;
   verify_ = verify;
-  queued_ = false;
+  queued_ = verify;  // the fill below: late, it would clear what another sync's kernels have added
   first_sum_ = end_sum_ = 0;
   sums_.clear();
   if (place == Place::kOwn) {
