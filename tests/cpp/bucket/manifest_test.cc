@@ -3,13 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <ctime>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "common/error.h"
+#include "support/cpu_time.h"
 
 namespace fastsync {
 namespace {
@@ -172,7 +172,7 @@ TEST(Utf8, RefusesOverlongAndStrayBytes) {
   for (const char* text : {"\x80", "\xBF", "\xC0\x80", "\xC1\xBF", "\xE0\x80\x80", "\xE0\x9F\xBF", "\xF0\x80\x80\x80",
                            "\xF0\x8F\xBF\xBF", "\xF5\x80\x80\x80", "\xFE", "\xFF", "ascii88\xFF", "12345678\x80",
                            "\xC3(", "\xE2\x82(", "\xED\xA0\x80\xED\xB0\x80"}) {
-    EXPECT_FALSE(is_valid_utf8(text)) << testing::PrintToString(text);
+    EXPECT_FALSE(is_valid_utf8(text)) << ::testing::PrintToString(text);
   }
   EXPECT_TRUE(is_valid_utf8(""));
   EXPECT_TRUE(is_valid_utf8(std::string_view("\0", 1)));
@@ -349,13 +349,6 @@ std::vector<TensorMeta> experts(int count) {
   return metas;
 }
 
-// Of this thread, whatever else the machine does.
-double cpu_seconds() {
-  timespec now{};
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
 TEST(Manifest, MakesTheTripAcrossTheWireWithTwentyThousandTensors) {
   const Manifest manifest = manifest_of(experts(20000));
   const std::vector<std::byte> bytes = manifest.serialize(0, manifest.size());
@@ -372,11 +365,11 @@ TEST(Manifest, CostGrowsInProportionToTheNumberOfTensors) {
     const std::vector<TensorMeta> metas = experts(count);
     double best = 1e9;
     for (int round = 0; round < 3; ++round) {
-      const double start = cpu_seconds();
+      const double start = testing::thread_cpu_seconds();
       Manifest copy;
       const Manifest manifest = manifest_of(metas);
       copy.append_serialized(manifest.serialize(0, manifest.size()));
-      best = std::min(best, cpu_seconds() - start);
+      best = std::min(best, testing::thread_cpu_seconds() - start);
     }
     return best;
   };

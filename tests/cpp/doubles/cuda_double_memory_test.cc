@@ -131,7 +131,7 @@ TEST(CudaDoubleMemory, StagesAndCountsPageableCopies) {
 }
 
 TEST(CudaDoubleMemory, ReadsPinnedMemoryWhenTheStreamGetsThere) {
-  SKIP_UNDER_RACE_DETECTOR();
+  SKIP_PLANTED_RACE();
   in_fake_process({{"FASTSYNC_FAKE_FAULTS", "symbol=cuMemcpyHtoDAsync_v2 action=delay ms=200"}}, [] {
     use_device(0);
     const CUstream stream = new_stream();

@@ -119,7 +119,7 @@ TEST(CudaDouble, QueuesWorkAndReturns) {
 }
 
 TEST(CudaDouble, ShowsAMissingStreamWaitAsWrongBytes) {
-  SKIP_UNDER_RACE_DETECTOR();
+  SKIP_PLANTED_RACE();
   for (const bool waits : {false, true}) {
     in_fake_process({{"FASTSYNC_FAKE_FAULTS", "symbol=cuMemsetD8Async action=delay ms=200"}}, [&] {
       use_device(0);
@@ -141,7 +141,7 @@ TEST(CudaDouble, ShowsAMissingStreamWaitAsWrongBytes) {
 }
 
 TEST(CudaDouble, ShakesUnorderedStreamsByItsSeed) {
-  SKIP_UNDER_RACE_DETECTOR();
+  SKIP_PLANTED_RACE();
   in_fake_process({{"FASTSYNC_FAKE_DELAY_US", "2000"}, {"FASTSYNC_FAKE_SEED", "7"}}, [] {
     use_device(0);
     const CUdeviceptr from = device_memory(kBytes);
@@ -182,7 +182,7 @@ TEST(CudaDouble, WaitsForTheMarkThatTheEventHadAtTheCall) {
 }
 
 TEST(CudaDouble, OrdersTheNullStreamWithBlockingStreamsOnly) {
-  SKIP_UNDER_RACE_DETECTOR();
+  SKIP_PLANTED_RACE();
   for (const CUstream null : {CUstream{}, CU_STREAM_LEGACY}) {
     in_fake_process({{"FASTSYNC_FAKE_FAULTS", "symbol=cuMemsetD8Async action=delay ms=200"}}, [&] {
       use_device(0);

@@ -48,15 +48,6 @@ F fake_function(const char* name) {
 // What new memory is filled with.
 inline constexpr unsigned char kFresh = 0xCD;
 
-// Planted races: the wrong bytes are the point, and a race detector would stop at them.
-#define SKIP_UNDER_RACE_DETECTOR() \
-  if (kDetectsRaces) GTEST_SKIP() << "a race on purpose"
-#if defined(__SANITIZE_THREAD__)
-inline constexpr bool kDetectsRaces = true;
-#else
-inline constexpr bool kDetectsRaces = false;
-#endif
-
 using Environment = std::vector<std::pair<std::string, std::string>>;
 
 inline std::string violations() {

@@ -3,11 +3,7 @@
 
 #include <chrono>
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define FASTSYNC_SANITIZED 1
-#else
-#define FASTSYNC_SANITIZED 0
-#endif
+#include "support/sanitizers.h"
 
 namespace fastsync::testing {
 

@@ -1,0 +1,36 @@
+// What a build with a sanitizer changes for tests.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/lsan_interface.h>
+#endif
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define FASTSYNC_SANITIZED 1
+#else
+#define FASTSYNC_SANITIZED 0
+#endif
+
+// First in a test that leaves out on purpose what orders two threads, to show that wrong bytes come of it. A race detector
+// ends the process at the race, before there are any. Nothing else is skipped under a sanitizer.
+#if defined(__SANITIZE_THREAD__)
+#define SKIP_PLANTED_RACE() GTEST_SKIP() << "plants a race on purpose, and this build stops at every race"
+#else
+#define SKIP_PLANTED_RACE() static_cast<void>(0)
+#endif
+
+namespace fastsync::testing {
+
+// Whether this process has lost memory, where the build can tell; the sanitizer prints what. For processes that end
+// without exit(), before which it would look by itself.
+inline bool has_leaked() {
+#if defined(__SANITIZE_ADDRESS__)
+  return __lsan_do_recoverable_leak_check() != 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace fastsync::testing
