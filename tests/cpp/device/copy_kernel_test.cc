@@ -20,6 +20,7 @@
 #include "common/error.h"
 #include "copy_tensors.h"
 #include "device/cuda/copy_kernel_ptx.h"
+#include "support/sanitizers.h"
 
 namespace fastsync {
 namespace {
@@ -32,7 +33,7 @@ constexpr std::uint64_t kUnit = kCopyUnitBytes;
 
 TEST(CopyKernel, PacksWhatTheHostPackerPacks) {
   std::mt19937 random(1);
-  for (int round = 0; round < 250; ++round) {
+  for (int round = 0; round < rounds_of_one_thread(250); ++round) {
     const std::vector<Tensor> tensors = random_tensors(random, /*source=*/true);
     const std::vector<TensorView> views = views_of(tensors);
     const BucketPlanner plan = random_plan(tensors, random);
@@ -52,7 +53,7 @@ TEST(CopyKernel, PacksWhatTheHostPackerPacks) {
 
 TEST(CopyKernel, UnpacksWhatTheHostPackerUnpacksAndWritesNothingElse) {
   std::mt19937 random(2);
-  for (int round = 0; round < 250; ++round) {
+  for (int round = 0; round < rounds_of_one_thread(250); ++round) {
     std::vector<Tensor> tensors = random_tensors(random, /*source=*/false);
     const BucketPlanner plan = random_plan(tensors, random);
     std::vector<TensorView> views = views_of(tensors);

@@ -47,7 +47,7 @@ TEST_P(NcclDoubleBroadcast, GivesAllRanksTheBytesOfTheRoot) {
       ASSERT_EQ(rank.cuda.upload(reinterpret_cast<CUdeviceptr>(source), mine.data(), kBytes), CUDA_SUCCESS);
       ASSERT_EQ(rank.broadcast(source, target, kBytes, root, communicator), ncclSuccess) << rank.last_error();
       ASSERT_TRUE(rank.finish());
-      ASSERT_TRUE(rank.bytes(target, kBytes) == expected) << "round " << round;
+      ASSERT_TRUE(same(rank.bytes(target, kBytes), expected)) << "round " << round;
     }
     EXPECT_EQ(rank.nccl.ncclCommDestroy(communicator), ncclSuccess);
     EXPECT_EQ(rank.violations(), "");
@@ -67,8 +67,8 @@ TEST_F(NcclDouble, GathersInTheOrderOfTheRanks) {
     ASSERT_EQ(rank.settled(communicator), ncclSuccess);
     ASSERT_TRUE(rank.finish());
     for (std::size_t part = 0; part < 3; ++part) {
-      EXPECT_TRUE(rank.bytes(static_cast<std::byte*>(target) + part * 4 * kFloats, 4 * kFloats) ==
-                  pattern(4 * kFloats, part));
+      EXPECT_TRUE(same(rank.bytes(static_cast<std::byte*>(target) + part * 4 * kFloats, 4 * kFloats),
+                       pattern(4 * kFloats, part)));
     }
     EXPECT_EQ(rank.nccl.ncclCommDestroy(communicator), ncclSuccess);
   });
@@ -132,7 +132,8 @@ TEST_F(NcclDouble, KeepsTheOrderOfLaunchesAcrossStreams) {
     }
     ASSERT_TRUE(rank.finish());
     ASSERT_EQ(rank.cuda.synchronize(other), CUDA_SUCCESS);
-    for (std::uint64_t i = 0; i < 20; ++i) EXPECT_TRUE(rank.bytes(buffers[i], kBytes + i) == pattern(kBytes + i, i));
+    for (std::uint64_t i = 0; i < 20; ++i)
+      EXPECT_TRUE(same(rank.bytes(buffers[i], kBytes + i), pattern(kBytes + i, i)));
     EXPECT_EQ(rank.nccl.ncclCommDestroy(communicator), ncclSuccess);
   });
   ranks.join_all();
@@ -157,7 +158,7 @@ TEST_F(NcclDouble, MovesSendsAndReceivesOfAGroupTogether) {
     ASSERT_EQ(rank.settled(communicator), ncclSuccess);
     ASSERT_TRUE(rank.finish());
     for (std::uint64_t peer = 0; peer < 3; ++peer) {
-      EXPECT_TRUE(rank.bytes(received[peer], kBytes) == pattern(kBytes, 10 * peer + me));
+      EXPECT_TRUE(same(rank.bytes(received[peer], kBytes), pattern(kBytes, 10 * peer + me)));
     }
     EXPECT_EQ(rank.nccl.ncclCommDestroy(communicator), ncclSuccess);
   });
@@ -235,7 +236,7 @@ TEST_F(NcclDouble, BroadcastsItsOwnMemoryWhichLegacyIpcRefuses) {
     ASSERT_EQ(rank.cuda.upload(reinterpret_cast<CUdeviceptr>(memory), mine.data(), mine.size()), CUDA_SUCCESS);
     ASSERT_EQ(rank.broadcast(memory, memory, 100'000, 1, communicator), ncclSuccess);
     ASSERT_TRUE(rank.finish());
-    EXPECT_TRUE(rank.bytes(memory, 100'000) == pattern(100'000, 1));
+    EXPECT_TRUE(same(rank.bytes(memory, 100'000), pattern(100'000, 1)));
     CUipcMemHandle legacy;
     EXPECT_NE(rank.cuda.export_memory(&legacy, reinterpret_cast<CUdeviceptr>(memory)), CUDA_SUCCESS);
     EXPECT_EQ(rank.nccl.ncclCommDeregister(communicator, handle), ncclSuccess);

@@ -23,6 +23,15 @@
 
 namespace fastsync::testing {
 
+// Of a test that repeats much work in one thread: less of it where a race detector watches each access for nothing.
+constexpr int rounds_of_one_thread(int plain) {
+#if defined(__SANITIZE_THREAD__)
+  return (plain + 4) / 5;
+#else
+  return plain;
+#endif
+}
+
 // Whether this process has lost memory, where the build can tell; the sanitizer prints what. For processes that end
 // without exit(), before which it would look by itself.
 inline bool has_leaked() {
