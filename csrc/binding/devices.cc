@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/nccl/nccl_library.h"
+#include "common/wait.h"
 #include "device/buffer.h"
 #include "device/cuda/cuda_runtime.h"
 
@@ -17,14 +18,32 @@ namespace py = pybind11;
 
 namespace {
 // Device memory of our own, for tensors that are handed to somebody who has no allocator for them.
+// Filled by work on `stream`, behind which it is given back: an owner that lets go of a tensor does not know of the copy
+// that is still queued. Where that does not end in time, the memory is left alone.
 class DeviceMemory {
  public:
-  DeviceMemory(std::shared_ptr<DeviceRuntime> runtime, std::uint64_t nbytes)
-      : buffer_(Buffer::allocate(std::move(runtime), MemoryKind::kDevice, nbytes)) {}
-  [[nodiscard]] std::uintptr_t address() const noexcept { return reinterpret_cast<std::uintptr_t>(buffer_.data()); }
+  DeviceMemory(std::shared_ptr<DeviceRuntime> runtime, std::uint64_t nbytes, std::uintptr_t stream)
+      : runtime_(runtime),
+        stream_(reinterpret_cast<void*>(stream)),
+        buffer_(std::make_unique<Buffer>(Buffer::allocate(std::move(runtime), MemoryKind::kDevice, nbytes))) {}
+  ~DeviceMemory() {
+    const py::gil_scoped_release release;
+    try {
+      Wait wait(kPatience, nullptr);
+      runtime_->synchronize_stream(runtime_->wrap_stream(stream_), wait);
+    } catch (const Error&) {
+      static_cast<void>(buffer_.release());
+    }
+  }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  [[nodiscard]] std::uintptr_t address() const noexcept { return reinterpret_cast<std::uintptr_t>(buffer_->data()); }
 
  private:
-  Buffer buffer_;
+  static constexpr std::chrono::seconds kPatience{5};
+  std::shared_ptr<DeviceRuntime> runtime_;
+  void* stream_;
+  std::unique_ptr<Buffer> buffer_;
 };
 }  // namespace
 
@@ -76,7 +95,8 @@ void bind_devices(py::module_& m) {
       });
   m.def("cuda_runtime", &CudaRuntime::get, py::arg("ordinal"), py::call_guard<py::gil_scoped_release>());
   py::class_<DeviceMemory>(m, "DeviceMemory")
-      .def(py::init<std::shared_ptr<DeviceRuntime>, std::uint64_t>(), py::arg("runtime"), py::arg("nbytes"))
+      .def(py::init<std::shared_ptr<DeviceRuntime>, std::uint64_t, std::uintptr_t>(), py::arg("runtime"),
+           py::arg("nbytes"), py::arg("stream"))
       .def_property_readonly("address", &DeviceMemory::address);
 }
 

@@ -325,7 +325,9 @@ PYBIND11_MODULE(_core, m) {
       py::arg("host"), py::arg("port"), py::arg("timeout_s"));
 
   // --- the protocol
-  py::class_<Pairing, std::shared_ptr<Pairing>>(m, "Pairing").def(py::init<>());
+  py::class_<Pairing, std::shared_ptr<Pairing>>(m, "Pairing")
+      .def(py::init<>())
+      .def("next_session", [](Pairing& pairing) { ++pairing.session; });
 
   py::class_<WeightSender>(m, "WeightSender")
       .def(py::init([](int rank, int source, std::vector<int> ranks, std::string token, std::string host,

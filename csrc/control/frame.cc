@@ -63,6 +63,7 @@ std::vector<std::byte> encode(const Hello& v) {
   w.u64(v.pid);
   w.u64(v.calls_owner);
   w.u64(v.last_sync);
+  w.u64(v.session);
   w.text(v.library_version);
   w.text(v.token);
   w.text(v.host);
@@ -79,6 +80,7 @@ void decode(std::span<const std::byte> bytes, Hello& out) {
   out.pid = r.u64();
   out.calls_owner = r.u64();
   out.last_sync = r.u64();
+  out.session = r.u64();
   out.library_version = r.text(kMaxShortText);
   out.token = r.text(kMaxShortText);
   out.host = r.text(kMaxShortText);

@@ -142,6 +142,7 @@ struct Hello {
   std::uint64_t pid = 0;
   std::uint64_t calls_owner = 0;  // its count of calls, which goes on when it connects again
   std::uint64_t last_sync = 0;    // newest sync number it heard of
+  std::uint64_t session = 0;      // counts the sessions that it has opened
   std::string library_version;    // fastsync's
   std::string token;              // from the group's store; proves membership
   std::string host;               // host id

@@ -123,6 +123,7 @@ bool WeightReceiver::connect(OwnedFd socket) {
   hello.pid = static_cast<std::uint64_t>(::getpid());
   hello.calls_owner = calls_.owner;
   hello.last_sync = calls_.last_sync;
+  hello.session = pairing_->session;
   hello.library_version = identity_.library_version;
   hello.token = identity_.token;
   hello.host = identity_.host;
@@ -132,6 +133,11 @@ bool WeightReceiver::connect(OwnedFd socket) {
   link_ = std::move(link);
   welcomed_ = false;
   committed_sync_ = 0;
+  const auto both_reopened = [&](const auto& failed) {
+    return failed.in.own != pairing_->session && failed.in.source != identity_.token;
+  };
+  std::erase_if(calls_.unmet, both_reopened);
+  std::erase_if(calls_.missed, both_reopened);
   // Calls that no sync is known to have met: the source knows which of them one has.
   for (const UnmetCall& unmet : calls_.unmet) {
     Join join;
@@ -274,7 +280,8 @@ void WeightReceiver::handle(Frame& frame) {
       } else if (newer && (began_ || !active_ || failure_)) {
         // It came right behind the end of the call before: it belongs to a later one. Each failed sync ends one call.
         if (calls_.missed.size() == kMaxUnmet) calls_.missed.pop_front();
-        calls_.missed.emplace_back(failure.kind, failure.message, static_cast<int>(failure.rank));
+        calls_.missed.push_back({Error(failure.kind, failure.message, static_cast<int>(failure.rank)),
+                                 {pairing_->session, identity_.token}});
       } else {
         mine = newer;
       }
@@ -383,7 +390,7 @@ void WeightReceiver::wait_until(const char* what, const std::function<bool()>& d
 void WeightReceiver::enter_call() {
   phase_ = "join";
   if (!calls_.missed.empty()) {
-    failure_ = calls_.missed.front();
+    failure_ = calls_.missed.front().error;
     calls_.missed.pop_front();
     if (failure_->kind() == ErrorKind::kPeerLost) lost_ = failure_;
   }
@@ -849,7 +856,7 @@ void WeightReceiver::send_failure(const Failure& failure) {
   } else {
     link_->send(FrameType::kFail, 0, calls_.call, encode(failure));
     if (calls_.unmet.size() == kMaxUnmet) calls_.unmet.pop_front();
-    calls_.unmet.push_back({calls_.call, failure});
+    calls_.unmet.push_back({calls_.call, failure, {pairing_->session, identity_.token}});
   }
 }
 

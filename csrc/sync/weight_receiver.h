@@ -64,7 +64,9 @@ class WeightReceiver {
   void open(std::chrono::nanoseconds timeout, Hook hook);
   [[nodiscard]] bool connected() const noexcept { return link_ != nullptr && !link_->gone(); }
   // The next call fails without the source: it is known already that the sync it belongs to failed.
-  [[nodiscard]] bool has_missed() const noexcept { return !calls_.missed.empty(); }
+  [[nodiscard]] bool has_missed() const noexcept {
+    return !calls_.missed.empty() && calls_.missed.front().in.own == pairing_->session;
+  }
   // True when connected: false when nobody listens there any more. Throws what the source rejects with.
   bool connect(OwnedFd socket);
 

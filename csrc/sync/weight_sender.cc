@@ -131,7 +131,11 @@ bool WeightSender::greet(Greeting& greeting) {
   if (calls.owner != 0 && calls.owner != hello.calls_owner) calls = PeerCalls{};
   calls.owner = hello.calls_owner;
   // What it heard of is its own affair; the rest is said again, as the answer to its next calls.
-  std::erase_if(calls.missed, [&](const MissedSync& m) { return m.sent && m.sync <= hello.last_sync; });
+  calls.session = hello.session;
+  std::erase_if(calls.missed, [&](const MissedSync& m) {
+    const bool heard = m.sent && m.sync <= hello.last_sync;
+    return heard || (m.session != pairing_->session && m.receiver_session != hello.session);
+  });
   for (MissedSync& missed : calls.missed) missed.sent = false;
   peer.skip_call = false;
   peer.deferred.reset();
@@ -531,7 +535,7 @@ void WeightSender::note_missed(Peer& peer, const std::shared_ptr<const Failure>&
   std::deque<MissedSync>& missed = peer.calls->missed;
   if (missed.size() == kMaxUnmet) missed.pop_front();
   const bool connected = peer.link && !peer.link->gone() && !peer.said_bye;
-  missed.push_back({sync_, failure, connected, 0});
+  missed.push_back({sync_, failure, connected, 0, pairing_->session, peer.calls->session});
   if (connected) peer.link->send(FrameType::kFail, sync_, 0, encode(*failure));
 }
 

@@ -99,7 +99,7 @@ class DeviceSpace:
             return torch.empty(shape, dtype=dtype_from_name(dtype), device=f"cuda:{self._runtime.ordinal}")
         if nbytes == 0:
             return self._array(0, dtype, shape, 0, None)
-        memory = _core.DeviceMemory(self._runtime, nbytes)
+        memory = _core.DeviceMemory(self._runtime, nbytes, self._stream)
         return self._array(memory.address, dtype, shape, nbytes, memory)
 
     def fill(self, tensor: Any, at: int, address: int, nbytes: int) -> None:

@@ -516,7 +516,9 @@ def channel_for(group: Any, ranks: list[int], rank: int, src: int, kind: type[Ch
         if channel is not None and not channel.closed and channel.pid == os.getpid():
             channel.users += 1
             return channel
-        if key not in _pairings:
+        if key in _pairings:
+            _pairings[key].next_session()
+        else:
             _pairings[key] = _core.Pairing()
             weakref.finalize(group, _forget, key).atexit = False
         channel = kind(group, ranks, rank, src, _pairings[key])

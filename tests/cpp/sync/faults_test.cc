@@ -496,6 +496,29 @@ TEST_P(Faults, PairsCallsAgainWhicheverSessionsWereReopened) {
   group.sync_again();
 }
 
+TEST_P(Faults, RanksThatAllOpenAnotherSessionStartAfresh) {
+  for (const bool stays_away : {true, false}) {
+    Group group(GetParam(), 1);
+    group.sync_again(1);
+    const At refuses = [](Step step, std::size_t) {
+      if (step == Step::kOpened) throw UserError("refused");
+    };
+    Weights weights = some_weights(2);
+    auto into = Destinations::like(weights);
+    if (stays_away) {  // the receiver, from a sync that fails
+      EXPECT_TRUE(get(group.start_source({.weights = &weights, .at = refuses})).user_error);
+    } else {  // the source, from a call that fails
+      EXPECT_TRUE(get(group.start_receiver(0, {.into = &into, .at = refuses})).user_error);
+    }
+    group.sender().close(false);
+    group.receiver(0).close(false);
+    group.reopen_source();
+    group.reopen_receiver(0);
+    group.sync_again(3);
+    group.sync_again(4);
+  }
+}
+
 // --- a rank is stuck ------------------------------------------------------------------------------------------------
 
 class RankIsStuck : public ::testing::TestWithParam<std::tuple<const char*, Step>> {

@@ -432,6 +432,7 @@ class Group {
       groups_.use_devices(std::move(devices));
     }
     for (int i = 0; i <= receivers; ++i) pairings_.push_back(std::make_shared<Pairing>());
+    known_.assign(static_cast<std::size_t>(receivers), 1);
     reopen_source();
     for (int i = 0; i < receivers; ++i) {
       receivers_.push_back(make_receiver(i));
@@ -445,12 +446,21 @@ class Group {
   [[nodiscard]] FakeGroups& groups() { return groups_; }
 
   // A closed session's next one, of the same rank in the same group.
-  void reopen_source() { sender_ = std::make_unique<WeightSender>(identity_of(kSource, size_), pairings_.front()); }
+  void reopen_source() {
+    if (sender_) ++pairings_.front()->session;
+    sender_ = std::make_unique<WeightSender>(identity_in(kSource), pairings_.front());
+  }
   void reopen_receiver(int index) {
+    ++pairings_[static_cast<std::size_t>(index) + 1]->session;
     receivers_[static_cast<std::size_t>(index)] = make_receiver(index);
     connect(index);
   }
   void connect(int index) {
+    if (known_[static_cast<std::size_t>(index)] != pairings_.front()->session) {  // another token, another object
+      receiver(index).close(false);
+      receivers_[static_cast<std::size_t>(index)] = make_receiver(index);
+      known_[static_cast<std::size_t>(index)] = pairings_.front()->session;
+    }
     auto socket = connect_unix(sender_->unix_name());
     if (!socket) throw InternalError("the source does not listen");
     receiver(index).connect(std::move(*socket));
@@ -489,14 +499,23 @@ class Group {
 
  private:
   [[nodiscard]] std::unique_ptr<WeightReceiver> make_receiver(int index) const {
-    return std::make_unique<WeightReceiver>(identity_of(receiver_rank(index), size_),
+    return std::make_unique<WeightReceiver>(identity_in(receiver_rank(index)),
                                             pairings_[static_cast<std::size_t>(index) + 1]);
   }
 
   std::string transport_;
   int size_;
-  FakeGroups groups_;                               // outlives the communicators
+  FakeGroups groups_;  // outlives the communicators
+  // Every session of the source has a token of its own.
+  [[nodiscard]] Identity identity_in(int rank) const {
+    Identity identity = identity_of(rank, size_);
+    const std::uint64_t session = pairings_.front()->session;
+    if (session > 1) identity.token += concat(", session ", session);
+    return identity;
+  }
+
   std::vector<std::shared_ptr<Pairing>> pairings_;  // the source's first
+  std::vector<std::uint64_t> known_;                // the source's session that each receiver's object is for
   std::unique_ptr<WeightSender> sender_;
   std::vector<std::unique_ptr<WeightReceiver>> receivers_;
 };
