@@ -43,7 +43,7 @@ struct MissedSync {
 // What the source knows of one receiver.
 struct PeerCalls {
   std::uint64_t owner = 0;      // whose calls these are (ReceiverCalls::owner)
-  std::uint64_t session = 1;    // in which it came last; one that never came is taken to be in its first
+  std::uint64_t session = 0;    // in which it came last; 0: it never did, and is not known to have had one
   std::uint64_t last_call = 0;  // newest that has met a sync, or a failure
   std::deque<MissedSync> missed;
 };

@@ -134,7 +134,8 @@ bool WeightSender::greet(Greeting& greeting) {
   calls.session = hello.session;
   std::erase_if(calls.missed, [&](const MissedSync& m) {
     const bool heard = m.sent && m.sync <= hello.last_sync;
-    return heard || (m.session != pairing_->session && m.receiver_session != hello.session);
+    const bool same_for_it = m.receiver_session != 0 && m.receiver_session == hello.session;
+    return heard || (m.session != pairing_->session && !same_for_it);
   });
   for (MissedSync& missed : calls.missed) missed.sent = false;
   peer.skip_call = false;

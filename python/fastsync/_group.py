@@ -154,6 +154,18 @@ def _store_of(group: Any) -> Any:
     return store
 
 
+def _refused(ips: list[str], port: int, deadline: Deadline) -> bool:
+    """Whether a host answers at one of these addresses, and says that nobody listens at the port."""
+    for ip in ips:
+        try:
+            socket.create_connection((ip, port), timeout=min(1.0, max(0.1, deadline.left()))).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            continue
+    return False
+
+
 def _wait_key(store: Any, keys: list[str], deadline: Deadline, cancelled: threading.Event) -> bool:
     """Waits until the store has all keys; False at the deadline.
 
@@ -384,11 +396,14 @@ class Channel:
                 found.update(json.loads(store.get(f"tcp/{generation}")))
             return found
 
+        unreachable: CommError | None = None
         while True:
             address = self._with_store(
                 find, deadline, f"finding rank {self.src} (the source) through the group's store", check
             )
             if address is None:
+                if unreachable is not None:
+                    raise unreachable
                 raise SyncTimeout(
                     f"phase 'join': rank {self.src} (the source) did not come within {deadline.timeout_s:g} s; every rank of "
                     f"the group must make the call, and name the same src",
@@ -406,12 +421,15 @@ class Channel:
                         break
                 else:
                     if address.get("ips"):
-                        raise CommError(
+                        unreachable = CommError(
                             f"rank {self.rank} cannot reach the source's control port {address['port']} at "
                             f"{', '.join(address['ips'])}; set FASTSYNC_HOST on rank {self.src} to an address that other "
                             "hosts can reach",
                             self.src,
                         )
+                        # Where nobody listens any more, that session was closed, and its next one is waited for.
+                        if not _refused(address["ips"], int(address["port"]), deadline):
+                            raise unreachable
             if connection is None:
                 continue  # that session is gone: wait for its next one
             receiver = self._make_receiver(self._token)
