@@ -16,6 +16,7 @@
 #include "comm/fake_wire.h"
 #include "common/error.h"
 #include "support/bounds.h"
+#include "support/sanitizers.h"
 
 namespace fastsync::testing {
 namespace {
@@ -214,6 +215,7 @@ TEST(FanoutCommunicator, ASteadySyncMakesNothing) {
 
 // Planted: the leader's wire fills a slot before its followers have read what was in it.
 TEST(FanoutCommunicator, ASlotThatTheLeaderReusesTooEarlyWouldShow) {
+  SKIP_PLANTED_RACE();
   Fanout fanout(2);
   ASSERT_TRUE(fanout.sync());
   fanout.busy[3] = 10;
@@ -223,6 +225,7 @@ TEST(FanoutCommunicator, ASlotThatTheLeaderReusesTooEarlyWouldShow) {
 
 // Planted: the same at the source, whose packing is what comes too early.
 TEST(FanoutCommunicator, ASlotThatTheSourceReusesTooEarlyWouldShow) {
+  SKIP_PLANTED_RACE();
   Fanout fanout(2);
   ASSERT_TRUE(fanout.sync());
   fanout.busy[1] = 10;
@@ -232,6 +235,7 @@ TEST(FanoutCommunicator, ASlotThatTheSourceReusesTooEarlyWouldShow) {
 
 // Planted: one of two followers never says on its stream that it has read.
 TEST(FanoutCommunicator, ASlotThatIsReusedBeforeAllFollowersAreDoneWouldShow) {
+  SKIP_PLANTED_RACE();
   Fanout fanout(2);
   fanout.busy[4] = 10;
   fanout.device(4).forget.event_record = [&](void* event) { return fanout.device(4).is_exported(event); };
@@ -240,6 +244,7 @@ TEST(FanoutCommunicator, ASlotThatIsReusedBeforeAllFollowersAreDoneWouldShow) {
 
 // Planted: a follower does not wait until the wire has brought the bucket.
 TEST(FanoutCommunicator, ABucketThatAFollowerReadsTooEarlyWouldShow) {
+  SKIP_PLANTED_RACE();
   Fanout fanout(2);
   fanout.device(3).forget.stream_wait = [&](void* event) { return fanout.device(3).is_imported(event); };
   EXPECT_GT(fanout.wrong_rounds(kRounds), 0);

@@ -68,6 +68,7 @@ class SharedDevice final : public DeviceRuntime {
     host_->deallocate(kind, allocation);
   }
   void copy(std::byte* dst, const std::byte* src, std::uint64_t nbytes, StreamView stream) override {
+    if (!shares_events_) taken_over(&host_order_);
     host_->copy(dst, src, nbytes, stream);
   }
   void fill(std::byte* dst, std::byte value, std::uint64_t nbytes, StreamView stream) override {
