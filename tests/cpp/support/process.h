@@ -12,12 +12,9 @@
 #include <exception>
 #include <utility>
 
-#include "support/sanitizers.h"
-
 namespace fastsync::testing {
 
-// A forked rank. The body's exception becomes exit status 1, as does memory that it lost under a sanitizer, and an alarm
-// ends it if the test does not.
+// A forked rank. The body's exception becomes exit status 1, and an alarm ends it if the test does not.
 class Process {
  public:
   template <typename Body>
@@ -31,10 +28,6 @@ class Process {
       body();
     } catch (const std::exception& error) {
       std::fprintf(stderr, "forked rank: %s\n", error.what());
-      status = 1;
-    }
-    if (status == 0 && has_leaked()) {
-      std::fprintf(stderr, "forked rank: memory was lost, see above\n");
       status = 1;
     }
     ::_exit(status);

@@ -3,10 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/lsan_interface.h>
-#endif
-
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define FASTSYNC_SANITIZED 1
 #else
@@ -29,16 +25,6 @@ constexpr int rounds_of_one_thread(int plain) {
   return (plain + 4) / 5;
 #else
   return plain;
-#endif
-}
-
-// Whether this process has lost memory, where the build can tell; the sanitizer prints what. For processes that end
-// without exit(), before which it would look by itself.
-inline bool has_leaked() {
-#if defined(__SANITIZE_ADDRESS__)
-  return __lsan_do_recoverable_leak_check() != 0;
-#else
-  return false;
 #endif
 }
 
