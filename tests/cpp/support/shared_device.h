@@ -72,6 +72,7 @@ class SharedDevice final : public DeviceRuntime {
     host_->copy(dst, src, nbytes, stream);
   }
   void fill(std::byte* dst, std::byte value, std::uint64_t nbytes, StreamView stream) override {
+    if (!shares_events_) taken_over(&host_order_);
     host_->fill(dst, value, nbytes, stream);
   }
   void launch_copy(CopyDirection direction, const CopyArgs& args, StreamView stream) override {
@@ -79,7 +80,10 @@ class SharedDevice final : public DeviceRuntime {
     if (!shares_events_) taken_over(&host_order_);
     host_->launch_copy(direction, args, stream);
   }
-  void enqueue(StreamView stream, std::function<void()> task) override { host_->enqueue(stream, std::move(task)); }
+  void enqueue(StreamView stream, std::function<void()> task) override {
+    if (!shares_events_) taken_over(&host_order_);
+    host_->enqueue(stream, std::move(task));
+  }
 
   [[nodiscard]] void* create_stream(std::string_view name) override {
     ++streams;
