@@ -31,6 +31,9 @@ std::atomic<std::size_t> g_total{0};
   if (void* memory = std::malloc(nbytes)) return memory;
   throw std::bad_alloc();
 }
+[[gnu::noinline]] void* operator new(std::size_t nbytes, const std::nothrow_t&) noexcept {
+  return std::malloc(nbytes);  // std::stable_sort's; a sanitizer's own would not go with the operators below
+}
 [[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
