@@ -71,6 +71,12 @@ void NcclCommunicator::init(Place place, const nccl::UniqueId& id, Wait& wait) {
   }
 }
 
+// Of a broken device NCCL says only that some CUDA call failed: the device knows which error it was.
+void NcclCommunicator::check(nccl::Result result, const char* what) {
+  if (result == nccl::kUnhandledCudaError) (void)touched_.front().query();  // throws a broken device's own error
+  library_.check(result, what, comm_);
+}
+
 // A non-blocking call may be in progress still: waits until NCCL says what became of it.
 void NcclCommunicator::settle_call(nccl::Result result, const char* what, Wait& wait) {
   auto pause = kFirstPause;
@@ -88,7 +94,7 @@ void NcclCommunicator::settle_call(nccl::Result result, const char* what, Wait& 
     std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(pause, wait.slice()));
     pause = std::min(2 * pause, kLongestPause);
   }
-  library_.check(result, what, comm_);
+  check(result, what);
   wait.progress();
 }
 
@@ -131,8 +137,8 @@ void NcclCommunicator::poll() {
   keep_error([&] {
     nccl::Result result = nccl::kSuccess;
     const auto current = runtime_->make_current();
-    library_.check(library_.api().ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError", comm_);
-    if (result != nccl::kInProgress) library_.check(result, "an NCCL broadcast", comm_);
+    check(library_.api().ncclCommGetAsyncError(comm_, &result), "ncclCommGetAsyncError");
+    if (result != nccl::kInProgress) check(result, "an NCCL broadcast");
   });
 }
 

@@ -13,7 +13,8 @@
 // Ownership: the communicator, stream and events, and the ring, unless one is given to it: that must outlive it, and
 // whoever else reads or writes its slots orders that by stream(). The channel must outlive it, too.
 // Threads: as Communicator; the device's context is current on the calling thread during NCCL's calls.
-// Errors: as Communicator: CommError with NCCL's own text; the first one is kept.
+// Errors: as Communicator: CommError with NCCL's own text, or the device's DeviceError where NCCL only passes that on; the
+// first one is kept.
 #pragma once
 
 #include <atomic>
@@ -84,6 +85,7 @@ class NcclCommunicator final : public Communicator {
   void init(Place place, const nccl::UniqueId& id, Wait& wait);
   void broadcast(const BucketSlot& slot, std::uint64_t nbytes, Wait& wait);
   void settle_call(nccl::Result result, const char* what, Wait& wait);
+  void check(nccl::Result result, const char* what);
   [[nodiscard]] std::byte* slot_data(std::uint64_t index) const noexcept;
   void check_usable(const char* call) const;
   template <typename F>

@@ -88,15 +88,24 @@ CudaRuntime::Current::~Current() {
   if (changed_) static_cast<void>(api_.cuCtxSetCurrent(previous_));
 }
 
+struct CudaRuntime::Registry {
+  std::mutex mutex;
+  std::map<int, std::shared_ptr<CudaRuntime>> runtimes;
+};
+
+CudaRuntime::Registry& CudaRuntime::registry() {
+  // Leaked: when the process ends, the driver may be gone before whoever would destroy these.
+  static auto* const instance = new Registry;
+  return *instance;
+}
+
 std::shared_ptr<CudaRuntime> CudaRuntime::get(int ordinal) {
   const CudaDriver& driver = CudaDriver::get();
-  static std::mutex mutex;
-  // Leaked: when the process ends, the driver may be gone before whoever would destroy these.
-  static auto* const runtimes = new std::map<int, std::shared_ptr<CudaRuntime>>;
-  const std::lock_guard lock(mutex);
-  if (const auto found = runtimes->find(ordinal); found != runtimes->end()) return found->second;
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  if (const auto found = all.runtimes.find(ordinal); found != all.runtimes.end()) return found->second;
   const std::shared_ptr<CudaRuntime> made(new CudaRuntime(driver, ordinal, {.virtual_memory = wants_virtual_memory()}));
-  runtimes->emplace(ordinal, made);
+  all.runtimes.emplace(ordinal, made);
   return made;
 }
 
@@ -179,9 +188,15 @@ int CudaRuntime::current_device() {
   cuda::Context context = nullptr;
   cuda::Device device = 0;
   if (api.cuCtxGetCurrent(&context) != cuda::kSuccess || context == nullptr) return 0;
-  if (api.cuCtxGetDevice(&device) != cuda::kSuccess) return 0;
   // A CUdevice is the ordinal that it was got by.
-  return device;
+  if (api.cuCtxGetDevice(&device) == cuda::kSuccess) return device;
+  // A broken context answers that with its error. Whoever calls shall hear of it from the device that it is.
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  for (const auto& [ordinal, runtime] : all.runtimes) {
+    if (runtime->context_ == context) return ordinal;
+  }
+  return 0;
 }
 
 CudaRuntime::Counters CudaRuntime::counters() const noexcept {

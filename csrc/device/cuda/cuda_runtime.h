@@ -73,7 +73,8 @@ class CudaRuntime final : public DeviceRuntime {
   // Ordinal of the device that the memory at `address` lies on; -1 for host memory, pinned or not, and for what CUDA
   // does not know. Initialises CUDA; -1 where there is none.
   [[nodiscard]] static int device_of(const void* address);
-  // Ordinal of the calling thread's current device: 0 for a thread without a context, as in the CUDA runtime.
+  // Ordinal of the calling thread's current device, broken or not: 0 for a thread without a context, as in the CUDA
+  // runtime.
   [[nodiscard]] static int current_device();
 
   [[nodiscard]] int ordinal() const noexcept { return ordinal_; }
@@ -170,6 +171,8 @@ class CudaRuntime final : public DeviceRuntime {
   [[noreturn]] void fail(cuda::Result result, const char* function, const std::string& details,
                          std::string_view remedy = {}) const;
   void throw_if_broken() const;
+  struct Registry;
+  [[nodiscard]] static Registry& registry();
   // For what must not throw: a line on stderr, unless the context is broken or the process is ending anyway.
   void note(cuda::Result result, const char* function) const noexcept;
 

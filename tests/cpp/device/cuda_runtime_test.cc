@@ -622,6 +622,19 @@ TEST_F(CudaDoubleTest, ErrorOfOneDeviceLeavesTheOtherAlone) {
   });
 }
 
+TEST_F(CudaDoubleTest, BrokenDeviceIsStillTheCurrentOne) {
+  in_cuda_process({{"FASTSYNC_FAKE_FAULTS", "symbol=cuMemsetD8Async action=fail_later code=700"}}, [] {
+    Device gpu;
+    const auto other = CudaRuntime::get(1);
+    const auto current = other->make_current();
+    Stream stream(other, "other");
+    const Buffer memory = Buffer::allocate(other, MemoryKind::kDevice, kBytes);
+    other->fill(memory.data(), std::byte{1}, kBytes, stream.view());
+    EXPECT_THROW(stream.synchronize(gpu.wait), DeviceError);
+    EXPECT_EQ(CudaRuntime::current_device(), 1);
+  });
+}
+
 TEST_F(CudaDoubleTest, ErrorOfAWaitIsNotATimeout) {
   // Work that fails long after it was queued: the poll must see it, not wait for the deadline.
   in_cuda_process({{"FASTSYNC_FAKE_FAULTS", "symbol=cuMemsetD8Async action=fail_later code=700"},
