@@ -9,9 +9,11 @@
 #include <chrono>
 #include <memory>
 
+#include "binding/destinations.h"
 #include "binding/devices.h"
 #include "binding/process_group.h"
 #include "binding/tensor_table.h"
+#include "binding/torch_access.h"
 #include "bucket/share_plan.h"
 #include "comm/shm/shm_communicator.h"
 #include "common/checksum.h"

@@ -119,6 +119,8 @@ def strike(
     pool: DevicePool, transport: str, victim: int, symbol: str, action: str, when: str = "first", **options: Any
 ) -> dict[int, Outcome]:
     nth = nth_call(pool, transport, symbol, victim, when)
+    if when == "polled":  # a sync may be done before anybody looks
+        options = {"attempts": 20 * ATTEMPTS, **options}
     group = pool.device_group(size_of(transport), f"rank={victim} symbol={symbol} nth={nth} action={action}")
     return group.outcomes(struck, transport, limit_s=45, **options)
 
@@ -168,7 +170,7 @@ OF_TRANSPORT = {
         ("ncclCommInitRankConfig", 2, "first"),
         ("ncclBroadcast", 3, "first"),
         ("ncclBroadcast", 3, "later"),
-        ("ncclCommGetAsyncError", 1, "later"),
+        ("ncclCommGetAsyncError", 1, "polled"),
     ],
     FANOUT: [
         ("cuIpcOpenMemHandle_v2", 201, "first"),
