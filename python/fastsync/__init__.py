@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import _core
+from ._bucketed import broadcast_bucketed, close, receive_bucketed
 from ._store_group import StoreGroup
 from ._transports import TransportInfo, transports
 from .errors import (
@@ -18,7 +19,7 @@ from .errors import (
     SyncTimeout,
 )
 from .report import SyncReport
-from .session import WeightSync, broadcast_bucketed, close, receive_bucketed
+from .session import WeightSync
 
 __version__: str = _core.__version__
 
