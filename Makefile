@@ -126,10 +126,10 @@ sanitize: $(STAMPS)/build
 	tools/need_debian.sh libgtest-dev
 	cmake $(SANITIZE) -B build/asan -DFASTSYNC_SANITIZE=address
 	cmake --build build/asan
-	ctest --test-dir build/asan --output-on-failure
+	ctest --test-dir build/asan -j 2 --output-on-failure
 	cmake $(SANITIZE) -B build/tsan -DFASTSYNC_SANITIZE=thread
 	cmake --build build/tsan
-	TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 ctest --test-dir build/tsan --output-on-failure
+	TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 ctest --test-dir build/tsan -j 2 --output-on-failure
 
 wheel: $(STAMPS)/build $(STAMPS)/dev
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
