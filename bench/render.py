@@ -52,7 +52,7 @@ def _by_case(table: Table) -> list[tuple[str, list[Row]]]:
     return out
 
 
-def _verdict_cells(verdict: Verdict) -> list[str]:
+def verdict_cells(verdict: Verdict) -> list[str]:
     value = "-" if verdict.value is None else f"{verdict.value:.2f} {verdict.unit}"
     mark = "not measured" if verdict.met is None else "met" if verdict.met else "MISSED"
     return [verdict.what, f"{verdict.bound} {verdict.unit}", value, mark]
@@ -87,11 +87,11 @@ def print_tables(table: Table, found: Sequence[Verdict]) -> None:
         shown.add_column(column, justify="left" if column == "figure" else "right")
     for verdict in found:
         style = "dim" if verdict.met is None else "green" if verdict.met else "red"
-        shown.add_row(*_verdict_cells(verdict), style=style)
+        shown.add_row(*verdict_cells(verdict), style=style)
     console.print(shown)
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join([" --- "] + [" ---: "] * (len(header) - 1)) + "|"]
     return lines + ["| " + " | ".join(cells) + " |" for cells in rows]
 
@@ -100,10 +100,10 @@ def markdown(table: Table, found: Sequence[Verdict]) -> str:
     lines: list[str] = []
     for title, rows in _by_case(table):
         lines += [f"**{title}**", ""]
-        lines += _markdown_table(COLUMNS, [_cells(row, table) for row in rows])
+        lines += markdown_table(COLUMNS, [_cells(row, table) for row in rows])
         lines += ["", f"Settings: {settings(rows)}.", ""]
     lines += ["**What fastsync has to reach**", ""]
-    lines += _markdown_table(("figure", "bound", "got", ""), [_verdict_cells(v) for v in found])
+    lines += markdown_table(("figure", "bound", "got", ""), [verdict_cells(v) for v in found])
     return "\n".join(lines) + "\n"
 
 
@@ -117,14 +117,15 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def write_readme(readme: Path, text: str) -> None:
+def write_readme(readme: Path, text: str, marks: tuple[str, str] = (BEGIN_MARK, END_MARK)) -> None:
     """Replaces what stands between the two marks."""
+    begin_mark, end_mark = marks
     page = readme.read_text(encoding="utf-8")
-    head, mark, rest = page.partition(BEGIN_MARK)
-    _, end, tail = rest.partition(END_MARK)
+    head, mark, rest = page.partition(begin_mark)
+    _, end, tail = rest.partition(end_mark)
     if not mark or not end:
-        raise ValueError(f"{readme} has lost its marks: {BEGIN_MARK} and {END_MARK}")
-    readme.write_text(f"{head}{BEGIN_MARK}\n\n{text}\n{END_MARK}{tail}", encoding="utf-8")
+        raise ValueError(f"{readme} has lost its marks: {begin_mark} and {end_mark}")
+    readme.write_text(f"{head}{begin_mark}\n\n{text}\n{end_mark}{tail}", encoding="utf-8")
 
 
 def plot(table: Table, path: Path, subtitle: str) -> str | None:

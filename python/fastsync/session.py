@@ -13,7 +13,7 @@ from typing import Any, Literal, Union
 import torch
 
 from . import _core, _sharded
-from ._delivery import DeviceSpace, HostSpace, Space, deliver
+from ._delivery import Cuts, DeviceSpace, HostSpace, Space, deliver
 from ._device import cuda_in_use, current_device, runtime_for, stream_handle
 from ._group import SHARDED, Channel, channel_for, close_channel, resolve_group
 from ._progress import Display, check_progress
@@ -130,6 +130,7 @@ class WeightSync:
         self._plans: list[tuple[int, Any]] = []  # (bucket_bytes asked for, plan), newest first
         self._stream_plan: tuple[int, Any] | None = None
         self._plan_current = False  # the newest plan is the table's
+        self._cuts = Cuts()  # of what is received with a loader or as a stream
         self._user_error: BaseException | None = None
         self._begun: tuple[int, int] | None = None  # (sync, version) that this call may commit
         self._expected: int | None = None  # the only version that a receiver takes part in
@@ -327,6 +328,7 @@ class WeightSync:
         return _chain(held, params)
 
     def _push_all(self, sender: Any, params: Any) -> None:
+        channel, push_plain = self._channel, sender.push_plain
         index = 0
         while True:
             try:
@@ -336,27 +338,34 @@ class WeightSync:
             except BaseException as error:
                 self._user_error = error
                 raise
-            self._channel.check_open()
-            with Refused():
-                name, tensor = pair(item, index, self._rank)
-                _check_name(name, index, self._rank)
-                if not sender.push_plain(name, tensor):
-                    d = describe(tensor, name, self._rank, destination=False)
-                    stream = self._check_item_device(d, name)
-                    sender.push(
-                        name,
-                        d.dtype,
-                        d.shape,
-                        d.byte_strides,
-                        d.itemsize,
-                        d.address,
-                        d.flip_real,
-                        d.flip_imag,
-                        d.is_complex,
-                        stream,
-                    )
+            channel.check_open()
+            try:
+                name, tensor = item if type(item) is tuple and len(item) == 2 else pair(item, index, self._rank)
+                if type(name) is not str or not name.isascii():
+                    _check_name(name, index, self._rank)
+                if not push_plain(name, tensor):
+                    self._push_other(sender, name, tensor)
+            except InvalidArgument as error:
+                error.refused = True  # type: ignore[attr-defined]
+                raise
             del item, tensor
             index += 1
+
+    def _push_other(self, sender: Any, name: str, tensor: Any) -> None:
+        d = describe(tensor, name, self._rank, destination=False)
+        stream = self._check_item_device(d, name)
+        sender.push(
+            name,
+            d.dtype,
+            d.shape,
+            d.byte_strides,
+            d.itemsize,
+            d.address,
+            d.flip_real,
+            d.flip_imag,
+            d.is_complex,
+            stream,
+        )
 
     @staticmethod
     def _close_generator(params: Any) -> None:
@@ -532,7 +541,8 @@ class WeightSync:
         or, sharded, as the shares' buckets come in turn.
 
         Leaving the loop early is a failure of this rank. The tensors are this rank's own, unless `borrow=True`: they are
-        then read-only by agreement and valid until the next item is asked for.
+        then read-only by agreement and valid until the next item is asked for. Those of one bucket share a block of
+        memory, which is freed when the last of them is.
         """
         self._check_usable()
         if self._rank == self._src:
@@ -543,10 +553,13 @@ class WeightSync:
             return _sharded.stream(self, _check_bool("borrow", borrow))
         return self._stream(_check_bool("borrow", borrow))
 
-    def _stream_of_version(self, version: int | None) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """As stream(), but any other version is refused before its first tensor; None takes what comes."""
+    def _buckets_of_version(self, version: int | None) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
+        """As stream(), a bucket's tensors at a time; they are to be taken out of the list that they come in.
+
+        Any other version is refused before its first tensor; None takes what comes.
+        """
         self._check_usable()
-        return self._stream(False, version)
+        return self._stream(False, version, in_buckets=True)
 
     def _receive_into(self, channel: Channel, into: Any, problem: BaseException | None) -> SyncReport:
         started = time.perf_counter()
@@ -598,7 +611,8 @@ class WeightSync:
         started = time.perf_counter()
         with self._receiving(channel, None, self._use_loader) as (receiver, begin):
             self._get_ready(channel, receiver, begin)
-            for items in deliver(receiver, self._space(receiver), own=False):
+            self._cuts.begin(begin["fingerprint"], begin["bucket_bytes"])
+            for items in deliver(receiver, self._space(receiver), self._cuts, own=False):
                 self._touched = True
                 try:
                     load(items)
@@ -611,7 +625,9 @@ class WeightSync:
             receiver.commit([], [])
         return self._received(receiver, begin, tensors, started, 0.0, [], [])
 
-    def _stream(self, borrow: bool, version: int | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def _stream(
+        self, borrow: bool, version: int | None = None, *, in_buckets: bool = False
+    ) -> Generator[Any, None, None]:
         channel = self._channel
         channel.acquire(self._timeout_s)
         try:
@@ -620,14 +636,16 @@ class WeightSync:
             started = time.perf_counter()
             with self._receiving(channel, None, self._use_loader) as (receiver, begin):
                 self._get_ready(channel, receiver, begin)
+                self._cuts.begin(begin["fingerprint"], begin["bucket_bytes"])
                 count = 0
-                for items in deliver(receiver, self._space(receiver), own=not borrow):
+                for items in deliver(receiver, self._space(receiver), self._cuts, own=not borrow):
                     self._touched = True
-                    for item in items:
-                        count += 1
+                    for unit in [items] if in_buckets else items:
+                        count += len(items) if in_buckets else 1
                         try:
-                            yield item
+                            yield unit
                         except GeneratorExit as error:
+                            count -= len(items) if in_buckets else 0  # those that were not taken
                             self._user_error = error
                             self._user_message = f"left the loop over stream() after {count} tensors"
                             raise
@@ -636,7 +654,7 @@ class WeightSync:
                             raise
                         channel.adopt()
                         channel.check_open()
-                        del item
+                        del unit
                     items.clear()
                 tensors = receiver.tensors
                 receiver.commit([], [])

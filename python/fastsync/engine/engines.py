@@ -107,7 +107,7 @@ class AutoCheckpointEngine(CheckpointEngine):
         self._reached: tuple[str, Any] | None = None  # (id, client) of the master's store
         self._joined: list[str] | None = None  # [members, token] of the session
         self._sync: WeightSync | None = None
-        self._stream: Generator[tuple[str, torch.Tensor], None, None] | None = None
+        self._stream: Generator[list[tuple[str, torch.Tensor]], None, None] | None = None
         self._version: int | None = None
         self._dirty = False
 
@@ -260,6 +260,9 @@ class AutoCheckpointEngine(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) in the order of the source; the tensors' memory is the consumer's own, to keep or write to.
 
+        Tensors that came in one bucket are views of one block of memory (their `_base` is set), which is freed when the
+        last of them is.
+
         The update is committed when the iterator is exhausted. A consumer that stops before fails it, for every rank.
 
         Raises:
@@ -272,15 +275,16 @@ class AutoCheckpointEngine(CheckpointEngine):
                     f"receive_weights() is for rollout workers; this is rank {self.rank}: call send_weights()"
                 )
             sync = self._session()
-            stream = sync._stream_of_version(_newer(global_steps, sync.version))
+            stream = sync._buckets_of_version(_newer(global_steps, sync.version))
             self._stream = stream
             try:
-                for item in stream:
+                for items in stream:
                     self._dirty = True
-                    yield item
-                    del item
-                    if self._busy is not call:
-                        raise StateError("the update was given up by a later call of prepare() or finalize()")
+                    items.reverse()
+                    while items:
+                        yield items.pop()  # nothing here holds on to what the consumer has let go
+                        if self._busy is not call:
+                            raise StateError("the update was given up by a later call of prepare() or finalize()")
                 self._version, self._dirty = sync.version, False
             except BaseException as error:
                 self._note(error)
