@@ -8,10 +8,11 @@ bucket's own or one that it was copied to, made in a few calls; how a bucket is 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -166,12 +167,32 @@ class _Run(NamedTuple):
     indices: list[int]
     names: list[str]
 
-    def tensors(self, block: torch.Tensor) -> Iterable[torch.Tensor]:
-        """Views of `block`, which begins where the bucket's first whole tensor does."""
-        views: Iterable[torch.Tensor] = _unflatten_dense_tensors(
-            block[self.begin : self.end].view(self.dtype), self.shapes
-        )
+    def tensors(self, block: torch.Tensor, own: bool) -> Iterable[torch.Tensor]:
+        """The tensors over `block`, which begins where the bucket's first whole tensor does.
+
+        `own`: as tensors in their own right. Nobody else writes to their bytes, so that autograd need not know of what
+        they are views, which is half of what a view costs; and a consumer that clones what has a `_base` need not.
+        """
+        with _no_views() if own else contextlib.nullcontext():
+            views: Iterable[torch.Tensor] = _unflatten_dense_tensors(
+                block[self.begin : self.end].view(self.dtype), self.shapes
+            )
         return itertools.compress(views, self.real) if self.padded else views
+
+
+def _find_no_views() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    try:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        for name in ("AutogradCPU", "AutogradCUDA"):
+            keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            pass
+    except (AttributeError, TypeError):  # a torch that has no such thing makes views, which are right, too
+        return contextlib.nullcontext
+    return lambda: torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+_no_views = _find_no_views()
 
 
 class _Cut(NamedTuple):
@@ -308,16 +329,16 @@ def deliver_buckets(receiver: Any, space: Space, cuts: Cuts, *, own: bool) -> It
             if own:
                 receiver.release_bucket()  # copied out: the source need not wait for the callee
                 for run in cut.runs[:-1]:
-                    yield list(zip(run.names, run.tensors(block)))
-                items.extend(zip(cut.runs[-1].names, cut.runs[-1].tensors(block)))
+                    yield list(zip(run.names, run.tensors(block, own)))
+                items.extend(zip(cut.runs[-1].names, cut.runs[-1].tensors(block, own)))
             else:
                 for run in cut.runs:
-                    items.extend(zip(run.names, run.tensors(block)))
+                    items.extend(zip(run.names, run.tensors(block, own)))
         else:
             whole: dict[int, Any] = {}
             if cut is not None and block is not None:
                 for run in cut.runs:
-                    whole.update(zip(run.indices, run.tensors(block)))
+                    whole.update(zip(run.indices, run.tensors(block, own)))
             for index, offset, at, nbytes, completes in pieces:
                 if index in whole:
                     continue

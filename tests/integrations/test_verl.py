@@ -189,3 +189,27 @@ def test_our_manager_goes_on_without_a_replica_that_dies_and_serves_one_that_is_
     assert manager.update_weights(global_steps=step)["checkpoint_engine/replicas"] == 2
     for replica in (replicas[0], replicas[2]):
         check(replica, step)
+
+
+def test_our_manager_names_a_replica_that_never_answers_and_the_rest_go_on(job: Job, replicas: list[Replica]) -> None:
+    manager = job.manager(fastsync.ray.CheckpointEngineManager, list(replicas))
+    manager.update_weights(global_steps=job.train())
+    get(replicas[1].workers[0].plan.remote("stop", 9))
+    step = job.train()
+    began = time.monotonic()
+    metrics = manager.update_weights(global_steps=step)
+    # The engines' deadline, and the time that those who are left give the silent one in the two phases after it.
+    assert time.monotonic() - began < manager.timeout + 2 * fastsync.ray._GRACE_S
+    assert metrics["checkpoint_engine/replicas"] == metrics["checkpoint_engine/failed_replicas"] == 1
+    (failed,) = manager.failed_replicas
+    assert (failed.replica, failed.name, failed.phase) == (
+        replicas[1],
+        "replica %d" % replicas[1].replica_rank,
+        "update",
+    )
+    assert "rank 2" in str(failed.error)
+    check(replicas[0], step)
+    assert get(replicas[0].servers[0].state.remote())[:2] == (True, True)
+    step = job.train()
+    manager.update_weights(global_steps=step)
+    check(replicas[0], step)

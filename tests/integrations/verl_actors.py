@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -108,9 +107,8 @@ class Adapter(BaseRollout):
             if self.plan is not None and len(kept) == self.plan[1]:
                 if self.plan[0] == "die":
                     os.kill(os.getpid(), signal.SIGKILL)
-                if self.plan[0] == "hang":
-                    self.plan = None
-                    await asyncio.sleep(1e6)
+                if self.plan[0] == "stop":  # it is there, and never answers anything again
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 self.plan = None
                 raise KeyError("no such weight in this replica")
         self.updates.append((global_steps, kept, came))

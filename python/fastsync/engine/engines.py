@@ -260,8 +260,7 @@ class AutoCheckpointEngine(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yields (name, tensor) in the order of the source; the tensors' memory is the consumer's own, to keep or write to.
 
-        Tensors that came in one bucket are views of one block of memory (their `_base` is set), which is freed when the
-        last of them is.
+        Tensors that came in one bucket share a block of memory, which is freed when the last of them is.
 
         The update is committed when the iterator is exhausted. A consumer that stops before fails it, for every rank.
 
