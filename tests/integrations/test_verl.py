@@ -15,6 +15,7 @@ import ray
 from server import Server
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl_actors import Replica, Rollout, Trainer
 from weights import all_weights, digests
@@ -166,7 +167,11 @@ def test_a_replica_that_fails_during_an_update_does_not_stop_the_next(
 def test_our_manager_goes_on_without_a_replica_that_dies_and_serves_one_that_is_added(
     job: Job, replicas: list[Replica]
 ) -> None:
-    manager = job.manager(fastsync.ray.CheckpointEngineManager, list(replicas))
+    cls = load_class_from_fqn(
+        "fastsync.ray.CheckpointEngineManager", "CheckpointEngineManager"
+    )  # as verl's trainers do
+    assert cls is fastsync.ray.CheckpointEngineManager
+    manager = job.manager(cls, list(replicas))
     for _ in range(2):
         step = job.train()
         manager.update_weights(global_steps=step)
@@ -204,7 +209,7 @@ def test_our_manager_names_a_replica_that_never_answers_and_the_rest_go_on(job: 
     (failed,) = manager.failed_replicas
     assert (failed.replica, failed.name, failed.phase) == (
         replicas[1],
-        "replica %d" % replicas[1].replica_rank,
+        f"replica {replicas[1].replica_rank}",
         "update",
     )
     assert "rank 2" in str(failed.error)
