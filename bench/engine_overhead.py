@@ -159,6 +159,8 @@ class Side:
         if self.sends:
             self.model.fill(number)
         sink = Sink(self.model, kept)
+        if peer not in PEERS:
+            raise BenchError(f"there is no peer '{peer}'; there are {', '.join(PEERS)}")
         cost = self._fastsync(sink) if peer == "fastsync" else self._verl(sink)
         if sink.kept:
             self.model.check(sink.kept, number, peer)
@@ -263,7 +265,7 @@ class Pair:
             topology_s = time.perf_counter() - began
             for pipe, kwargs in zip(self.pipes, places):
                 pipe.send({name: values[0] for name, values in kwargs.items()})
-        send, receive = (Cost(*self._get(pipe)[1]) for pipe in self.pipes)
+        send, receive = (self._get(pipe)[1] for pipe in self.pipes)
         first_s = (
             receive.first - send.called
             if peer == "fastsync"
