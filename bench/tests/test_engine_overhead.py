@@ -34,7 +34,7 @@ def test_verls_own_code_is_measured_in_the_same_run() -> None:
     assert len(overhead.verdicts(list(rows.values()))) == 3
 
 
-@pytest.mark.parametrize("damage", ["value", "order", "missing", "old"])
+@pytest.mark.parametrize("damage", ["value", "names", "missing", "old"])
 def test_what_arrives_wrong_is_found(damage: str) -> None:
     model = overhead.Model(20)
     model.fill(7)
@@ -42,8 +42,8 @@ def test_what_arrives_wrong_is_found(damage: str) -> None:
     model.check(got, 7, "peer")
     if damage == "value":
         got[5][1].view(torch.int16)[9] ^= 1
-    elif damage == "order":
-        got[0], got[1] = got[1], got[0]
+    elif damage == "names":
+        got[:2] = [(got[1][0], got[0][1]), (got[0][0], got[1][1])]
     elif damage == "missing":
         got.pop()
     with pytest.raises(overhead.BenchError):
