@@ -561,6 +561,14 @@ class WeightSync:
         self._check_usable()
         return self._stream(False, version, in_buckets=True)
 
+    def _receive_version(self, load: LoadWeights, version: int) -> SyncReport:
+        """As receive(load=...), but any other version is refused before its first tensor. One thread at a time."""
+        self._expected = version
+        try:
+            return self.receive(load=load)
+        finally:
+            self._expected = None
+
     def _receive_into(self, channel: Channel, into: Any, problem: BaseException | None) -> SyncReport:
         started = time.perf_counter()
         keep: list[object] = []
