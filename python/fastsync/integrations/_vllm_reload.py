@@ -185,7 +185,7 @@ class _Writes(TorchDispatchMode):
     """Counts elements written by the copies and fills inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copied = 0
         self.filled = 0
 
@@ -344,7 +344,7 @@ def rehearse(model: torch.nn.Module, model_config: Any, manifest: Manifest, cast
 
 
 def _users(storage: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 class LayerwiseLoad:
@@ -417,21 +417,7 @@ class LayerwiseLoad:
         slots = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in given if t._base is not None}
         before = {at: _users(storage) for at, storage in slots.items()}
         first = self._next
-        # Aliases, so that the storage's count of users tells whether one is kept.
-        kept = [(e.name, t.detach()) for i, (e, t) in enumerate(given) if self._plan.used[first + i]]
-        twins = [
-            (layer, attribute, tensor)
-            for name, tensor in kept
-            for layer, attribute in self._plan.twins.get(name, ())
-        ]
-        if kept:
-            self._model.load_weights(iter(kept))
-        for layer, attribute, tensor in twins:
-            parameter = getattr(layer, attribute)
-            parameter.weight_loader(parameter, tensor)
-        kept.clear()
-        twins.clear()
-        tensor = None
+        self._feed([(e.name, t) for i, (e, t) in enumerate(given) if self._plan.used[first + i]])
         self._copy_open(slots)
         if self._is_kept(slots, before):
             gc.collect()  # what only garbage refers to is not kept
@@ -440,6 +426,16 @@ class LayerwiseLoad:
                     f"{type(self._model).__name__}'s loader keeps tensors between '{given[0][0].name}' and '{given[-1][0].name}' "
                     "after load_weights() returned, in a place that fastsync does not know; make VllmTrainer with copy=True"
                 )
+
+    def _feed(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Gives the loader aliases, none of which outlives this call unless the loader keeps it."""
+        aliases = [(name, tensor.detach()) for name, tensor in weights]
+        if aliases:
+            self._model.load_weights(iter(aliases))
+        for name, tensor in aliases:
+            for layer, attribute in self._plan.twins.get(name, ()):
+                parameter: Any = getattr(layer, attribute)
+                parameter.weight_loader(parameter, tensor)
 
     @staticmethod
     def _is_kept(slots: dict[int, torch.UntypedStorage], before: dict[int, int]) -> bool:

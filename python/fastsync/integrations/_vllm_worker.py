@@ -102,7 +102,9 @@ class Receiver:
             plan = self._plan(model, model_config, info, init, workers)
         except Exception as error:
             problem = error
-        load = None if plan is None else LayerwiseLoad(model, model_config, plan, self._memory if init.keep_old else None)
+        load = (
+            None if plan is None else LayerwiseLoad(model, model_config, plan, self._memory if init.keep_old else None)
+        )
 
         def take(items: list[tuple[str, Any]]) -> None:
             # A manifest that is refused fails the sync from within, so that the trainer learns of it, and why.

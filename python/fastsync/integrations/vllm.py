@@ -130,7 +130,9 @@ class VllmTrainer:
     ) -> None:
         missing = [name for name in _CALLS if not callable(getattr(client, name, None))]
         if missing:
-            raise InvalidArgument(f"client is a {type(client).__name__} without {', '.join(missing)}; see WeightSyncClient")
+            raise InvalidArgument(
+                f"client is a {type(client).__name__} without {', '.join(missing)}; see WeightSyncClient"
+            )
         self.client: Any = client
         self.timeout_s = timeout_s
         self._options: dict[str, Any] = {
@@ -231,9 +233,7 @@ class VllmTrainer:
     def _connected(self) -> WeightSync:
         if self._sync is None:
             token = secrets.token_hex(8)
-            group = StoreGroup(
-                dist.PrefixStore(f"fastsync/vllm/{token}", self._store.store), 0, self._info.workers + 1
-            )
+            group = StoreGroup(dist.PrefixStore(f"fastsync/vllm/{token}", self._store.store), 0, self._info.workers + 1)
             self._sync = WeightSync(group, src=0, **self._options)
             self._call("init_weight_transfer_engine", {**asdict(self._info), "token": token})
         return self._sync
