@@ -211,24 +211,33 @@ class VllmTrainer:
             names, tensors = split_items(read_items(params, 0), 0)
             params = list(zip(names, tensors))
             manifest = Manifest.of(params)
-        if version is None:
-            version = 1 if self._version is None else self._version + 1
-        elif self._version is not None and version <= self._version:
-            raise InvalidArgument(f"version is {version}, but {self._version} is already in force; versions only grow")
+        if not manifest.entries:
+            raise InvalidArgument("there is no tensor in params; an update is all of the model's weights")
+        number = self._next(version)
         try:
             sync = self._connected()
             self._start()
-            info = UpdateInfo.of(version, manifest, known=self._known == manifest.digest)
-            report = self._transfer(sync, params, version, asdict(info))
-            self._call("finish_weight_update", str(version))
+            info = UpdateInfo.of(number, manifest, known=self._known == manifest.digest)
+            report = self._transfer(sync, params, number, asdict(info))
+            self._call("finish_weight_update", str(number))
         except BaseException:
             self._known = None
             self.close()
             raise
-        self._known, self._version = manifest.digest, version
+        self._known, self._version = manifest.digest, number
         if callable(getattr(self.client, "reset_prefix_cache", None)):
             self._call("reset_prefix_cache")
         return report
+
+    def _next(self, version: object) -> int:
+        last = self._version
+        if version is None:
+            return 1 if last is None else last + 1
+        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 63:
+            raise InvalidArgument(f"version is {version!r}; it is a whole number, 0 to 2**63 - 1")
+        if last is not None and version <= last:
+            raise InvalidArgument(f"version is {version}, but {last} is already in force; versions only grow")
+        return version
 
     def _connected(self) -> WeightSync:
         if self._sync is None:
