@@ -32,7 +32,7 @@ endif
 help:
 	@echo 'make demo      install into $(VENV), then watch a model go from a trainer to two rollout workers'
 	@echo 'make test      C++ tests, then Python tests'
-	@echo 'make test-integrations  verl and Twinkle, their own code over fastsync, on a Ray cluster of this machine'
+	@echo 'make test-integrations  verl, Twinkle and vLLM, their own code over fastsync, on the CPUs of this machine'
 	@echo 'make bench     microbenchmarks, then fastsync beside its peers (table, JSON lines, plot)'
 	@echo 'make lint      ruff, mypy, clang-format, clang-tidy'
 	@echo 'make format    what ruff and clang-format can mend by themselves'
@@ -74,25 +74,38 @@ test-python: $(STAMPS)/package $(STAMPS)/demo $(STAMPS)/dev doubles
 	$(BIN)/python -m pytest $(ARGS)
 
 # The frameworks' environment is one of its own; the frameworks lie beside it in folders, two versions of verl among them.
+# vLLM wants other versions of nearly everything, so it has an environment for itself.
 INTEGRATIONS := $(abspath build/integrations)
-IN_VENV = $(INTEGRATIONS)/venv/bin/python
-IN_PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check --no-deps
-IN_TEST = cd tests/integrations && $(IN_VENV) -m pytest -c /dev/null --rootdir . -p no:cacheprovider --timeout 600 -ra
+INTEGRATIONS_VLLM := $(abspath build/integrations-vllm)
+NO_DEPS_PIP = -m pip install --quiet --disable-pip-version-check --no-deps
+IN_PIP = $(INTEGRATIONS)/venv/bin/python $(NO_DEPS_PIP)
+VLLM_PIP = $(INTEGRATIONS_VLLM)/venv/bin/python $(NO_DEPS_PIP)
+PYTEST_HERE = -m pytest -c /dev/null --rootdir . -p no:cacheprovider --timeout 600 -ra
+IN_TEST = cd tests/integrations && $(INTEGRATIONS)/venv/bin/python $(PYTEST_HERE)
+VLLM_TEST = cd tests/integrations && $(INTEGRATIONS_VLLM)/venv/bin/python $(PYTEST_HERE)
 
-test-integrations: $(STAMPS)/package $(INTEGRATIONS)/frameworks
+test-integrations: $(STAMPS)/package $(INTEGRATIONS)/frameworks $(INTEGRATIONS_VLLM)/vllm
 	rm -rf $(INTEGRATIONS)/wheel
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps -w $(INTEGRATIONS)/wheel .
 	$(IN_PIP) --force-reinstall $(INTEGRATIONS)/wheel/*.whl
 	PYTHONPATH=$(INTEGRATIONS)/verl-0.9.1 && export PYTHONPATH && $(IN_TEST) test_verl.py $(ARGS)
 	PYTHONPATH=$(INTEGRATIONS)/verl-0.8.0 && export PYTHONPATH && $(IN_TEST) test_verl.py $(ARGS)
 	PYTHONPATH=$(INTEGRATIONS)/twinkle && export PYTHONPATH && $(IN_TEST) test_twinkle.py $(ARGS)
+	$(VLLM_PIP) --force-reinstall $(INTEGRATIONS)/wheel/*.whl
+	$(VLLM_TEST) test_vllm.py $(ARGS)
 
-$(INTEGRATIONS)/frameworks: $(STAMPS)/venv $(wildcard tests/integrations/requirements-*.txt)
+$(INTEGRATIONS)/frameworks: $(STAMPS)/venv $(filter-out %-vllm.txt,$(wildcard tests/integrations/requirements-*.txt))
 	rm -rf $(INTEGRATIONS)
 	$(PYTHON) -m venv $(INTEGRATIONS)/venv
 	$(IN_PIP) -r tests/integrations/requirements-frameworks.txt
 	for one in verl-0.9.1 verl-0.8.0 twinkle; do \
 	  $(IN_PIP) --target $(INTEGRATIONS)/$$one -r tests/integrations/requirements-$$one.txt; done
+	@touch $@
+
+$(INTEGRATIONS_VLLM)/vllm: $(STAMPS)/venv tests/integrations/requirements-vllm.txt
+	rm -rf $(INTEGRATIONS_VLLM)
+	$(PYTHON) -m venv $(INTEGRATIONS_VLLM)/venv
+	$(VLLM_PIP) -r tests/integrations/requirements-vllm.txt
 	@touch $@
 
 bench: $(STAMPS)/package $(STAMPS)/dev

@@ -188,7 +188,7 @@ def test_wrong_arguments_are_refused_before_any_call(engine: Engine, trainer: Vl
     trainer.update(WEIGHTS)
     with pytest.raises(fastsync.InvalidArgument, match="version is 1, but 1 is already in force"):
         trainer.update(WEIGHTS, version=1)
-    with pytest.raises(fastsync.InvalidArgument, match="version is 2.5"):
+    with pytest.raises(fastsync.InvalidArgument, match=r"version is 2\.5"):
         trainer.update(WEIGHTS, version=2.5)  # type: ignore[arg-type]
     with pytest.raises(fastsync.InvalidArgument, match="no tensor"):
         trainer.update({})
