@@ -166,7 +166,11 @@ class Receiver:
         manifest = manifest or (None if plan is None else plan.manifest)
         if manifest is None:
             raise StateError(f"{self.name} has no manifest")
-        found = rehearse(model, model_config, manifest, init.cast)
+        try:
+            found = rehearse(model, model_config, manifest, init.cast)
+        except Exception:
+            workers.total([0] * len(manifest.entries) + [1])  # the others wait for this one
+            raise
         *taken, problems = workers.total([*found.taken, len(found.problems)])
         if found.problems:
             more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
