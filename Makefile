@@ -92,7 +92,7 @@ test-integrations: $(STAMPS)/package $(INTEGRATIONS)/frameworks $(INTEGRATIONS_V
 	PYTHONPATH=$(INTEGRATIONS)/verl-0.8.0 && export PYTHONPATH && $(IN_TEST) test_verl.py $(ARGS)
 	PYTHONPATH=$(INTEGRATIONS)/twinkle && export PYTHONPATH && $(IN_TEST) test_twinkle.py $(ARGS)
 	$(VLLM_PIP) --force-reinstall $(INTEGRATIONS)/wheel/*.whl
-	$(VLLM_TEST) test_vllm.py $(ARGS)
+	$(VLLM_TEST) test_vllm.py test_vllm_example.py $(ARGS)
 
 $(INTEGRATIONS)/frameworks: $(STAMPS)/venv $(filter-out %-vllm.txt,$(wildcard tests/integrations/requirements-*.txt))
 	rm -rf $(INTEGRATIONS)

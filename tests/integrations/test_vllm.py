@@ -163,12 +163,16 @@ def test_through_the_worker_extension(two_workers: Job) -> None:
 def test_through_vllms_own_http_client(server: Job) -> None:
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
+    server.update()
     with trainer_for(HTTPVLLMWeightSyncClient(server.client.base_url, TIMEOUT_S), 1) as other:
         server.train()
         other.update(server.model, version=77)
     assert server.client.weight_version() == "77"
-    assert server.client.reset_prefix_cache() is None  # this client has no such call
+    server.client.reset_prefix_cache()  # this client has no such call
     server.check()
+    with pytest.raises(fastsync.CommError, match="vLLM worker 0 has another trainer by now"):
+        server.trainer.update(server.model)
+    server.update()
 
 
 def test_a_generator_that_frees_what_it_yielded(server: Job) -> None:

@@ -1,7 +1,8 @@
-"""Runs vLLM's API server on a free port, which it prints first: bound here, and handed on as the server's own socket."""
+"""Runs vLLM's API server on a free port, held by this process and written to the descriptor that the first argument names."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import socket
 import sys
@@ -13,8 +14,9 @@ def main() -> None:
         held.setsockopt(socket.SOL_SOCKET, option, 1)
     held.bind(("127.0.0.1", 0))
     port = held.getsockname()[1]
-    print(port, flush=True)
-    sys.argv = ["api_server", *sys.argv[1:], "--port", str(port)]
+    with os.fdopen(int(sys.argv[1]), "w") as tells:
+        tells.write(f"{port}\n")
+    sys.argv = ["api_server", *sys.argv[2:], "--port", str(port)]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 

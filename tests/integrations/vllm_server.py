@@ -54,16 +54,20 @@ class Server:
         command += ["--max-model-len", str(LENGTH), "--max-num-seqs", "4", "--host", "127.0.0.1"]
         command += ["--weight-transfer-config", '{"backend": "fastsync"}']
         command += ["--worker-extension-cls", "vllm_probe.Probe"]
-        with self._log.open("wb") as log:
+        told, tells = os.pipe()
+        command[3:3] = [str(tells)]
+        with self._log.open("wb") as log, os.fdopen(told) as port_of:
             self._process = subprocess.Popen(
                 command,
-                stdout=subprocess.PIPE,
+                stdout=log,
                 stderr=log,
                 env={**os.environ, **environment()},
+                pass_fds=[tells],
                 start_new_session=True,
             )
-        assert self._process.stdout is not None
-        port = int(self._process.stdout.readline())
+            os.close(tells)
+            port = port_of.readline().strip()
+        assert port, f"vLLM's process ended at once:\n{self.log()[-6000:]}"
         self.client = HttpClient(f"http://127.0.0.1:{port}", CALL_S)
         deadline = time.monotonic() + START_S
         while True:

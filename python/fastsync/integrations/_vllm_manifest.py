@@ -112,8 +112,9 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """What vLLM calls update_info: the version, and its manifest or the digest of one that the workers know."""
+    """What vLLM calls update_info: the group, the version, and its manifest or the digest of one that the workers know."""
 
+    token: str
     version: int
     digest: str
     names: list[str] | None = None
@@ -121,12 +122,13 @@ class UpdateInfo:
     shapes: list[list[int]] | None = None
 
     @classmethod
-    def of(cls, version: int, manifest: Manifest, known: bool) -> UpdateInfo:
+    def of(cls, token: str, version: int, manifest: Manifest, known: bool) -> UpdateInfo:
         """For `version`; with the digest alone if the workers know the manifest."""
         if known:
-            return cls(version, manifest.digest)
+            return cls(token, version, manifest.digest)
         entries = manifest.entries
         return cls(
+            token,
             version,
             manifest.digest,
             [e.name for e in entries],

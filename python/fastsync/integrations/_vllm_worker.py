@@ -87,7 +87,7 @@ class Receiver:
         """Receives one version and loads it into `model`, or raises and leaves the model as it was.
 
         Raises:
-            StateError: There was no init(), or the digest is not that of a manifest that was found good.
+            StateError: There was no init(), or one of another trainer since; or the digest is not that of a manifest that was found good.
             InvalidArgument: The manifest does not fit the model, or what comes is not what it says.
             PeerFailed: Another worker of this engine failed.
             Error, Exception: As `WeightSync.receive`; what vLLM raises.
@@ -95,6 +95,8 @@ class Receiver:
         sync, init = self._sync, self._info
         if sync is None or init is None:
             raise StateError(f"{self.name} has no trainer; VllmTrainer calls init_weight_transfer_engine first")
+        if info.token != init.token:
+            raise StateError(f"{self.name} has another trainer by now; close() this one, its next update joins anew")
         workers = _Workers(init.timeout_s)
         plan: Plan | None = None
         problem: Exception | None = None

@@ -156,6 +156,7 @@ class VllmTrainer:
             copy=copy,
         )
         self._sync: WeightSync | None = None
+        self._token = ""  # of the group
         self._known: str | None = None  # the digest of the manifest that the workers know
         self._version: int | None = None
         self._busy = threading.Lock()
@@ -217,7 +218,7 @@ class VllmTrainer:
         try:
             sync = self._connected()
             self._start()
-            info = UpdateInfo.of(number, manifest, known=self._known == manifest.digest)
+            info = UpdateInfo.of(self._token, number, manifest, known=self._known == manifest.digest)
             report = self._transfer(sync, params, number, asdict(info))
             self._call("finish_weight_update", str(number))
         except BaseException:
@@ -241,7 +242,7 @@ class VllmTrainer:
 
     def _connected(self) -> WeightSync:
         if self._sync is None:
-            token = secrets.token_hex(8)
+            token = self._token = secrets.token_hex(8)
             group = StoreGroup(dist.PrefixStore(f"fastsync/vllm/{token}", self._store.store), 0, self._info.workers + 1)
             self._sync = WeightSync(group, src=0, **self._options)
             self._call("init_weight_transfer_engine", {**asdict(self._info), "token": token})

@@ -97,6 +97,7 @@ def test_calls_come_in_vllms_order_and_names_are_sent_once(engine: Engine, train
         assert all(torch.equal(held[name], tensor) for name, tensor in WEIGHTS.items())
     first, second = engine.infos
     assert first["names"] == ["a", "b"] and first["dtypes"] == ["float32", "int64"] and first["shapes"] == [[2, 3], []]
+    assert first["token"] == second.pop("token")
     assert second == {"version": 9, "digest": first["digest"], "names": None, "dtypes": None, "shapes": None}
     trainer.update({**WEIGHTS, "c": torch.zeros(1)})
     assert engine.infos[2]["names"] == ["a", "b", "c"]
