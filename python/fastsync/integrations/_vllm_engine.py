@@ -42,14 +42,20 @@ class FastSyncWeightTransferEngine(_base.WeightTransferEngine):  # type: ignore[
         self.receiver.init(init_info)
 
     def start_weight_update(self) -> None:
-        """Nothing: the model stays whole until the weights come."""
+        """Nothing but a note: the model stays whole until the weights come."""
+        self.receiver.inside = True
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `Receiver.update`."""
-        self.receiver.update(self.model, self.model_config, update_info)
+        try:
+            self.receiver.update(self.model, self.model_config, update_info)
+        except BaseException:
+            self.receiver.inside = False  # as vLLM then sees it
+            raise
 
     def finish_weight_update(self) -> None:
-        """Nothing: an update that returned is in force."""
+        """Nothing but a note: an update that returned is in force."""
+        self.receiver.inside = False
 
     def shutdown(self) -> None:
         """Leaves the trainer's group; the model serves on."""

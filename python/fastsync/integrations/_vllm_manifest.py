@@ -21,7 +21,17 @@ import torch
 from .._tensors import describe, dtype_from_name
 from ..errors import InvalidArgument
 
-__all__ = ["Entry", "InitInfo", "Manifest", "UpdateInfo"]
+__all__ = ["Entry", "InitInfo", "Manifest", "UpdateInfo", "group_prefix", "inside_key"]
+
+
+def group_prefix(token: str) -> str:
+    """Where in the trainer's store a group meets."""
+    return f"fastsync/vllm/{token}"
+
+
+def inside_key(rank: int) -> str:
+    """Under which the worker of that rank says whether vLLM has it inside an update ("1" or "0")."""
+    return f"inside/{rank}"
 
 
 class Entry(NamedTuple):
@@ -98,7 +108,8 @@ class InitInfo:
     cast: bool = False
     copy: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """InvalidArgument if anything is malformed."""
         if not isinstance(self.store, dict) or not {"id", "host", "ips", "port"} <= set(self.store):
             raise InvalidArgument("init_info has no address of a trainer's store; it is made by VllmTrainer")
         for name in ("workers", "rank_offset"):

@@ -16,7 +16,7 @@ fails, there or midway, leaves the old weights in force on all workers. An updat
 engine, so running requests go on, on the new weights; pause first (`HttpClient.pause`) where they must not mix. vLLM's
 prefix cache is reset after an update if the client has `reset_prefix_cache`.
 
-With several trainer ranks rank 0 has the `VllmTrainer`; the others only walk through the weights, if these are gathered on
+Several engines have a `VllmTrainer` each. With several trainer ranks rank 0 has the `VllmTrainer`; the others only walk through the weights, if these are gathered on
 the way. Importing this module imports no vLLM.
 """
 
@@ -44,7 +44,7 @@ from ..errors import CommError, Error, InvalidArgument, PeerFailed, StateError, 
 from ..report import SyncReport
 from ..session import Params, WeightSync
 from ._framework import FrameworkError
-from ._vllm_manifest import InitInfo, Manifest, UpdateInfo
+from ._vllm_manifest import InitInfo, Manifest, UpdateInfo, group_prefix, inside_key
 from ._vllm_reload import VLLM
 from ._vllm_worker import WorkerExtension
 
@@ -155,6 +155,7 @@ class VllmTrainer:
             cast=cast,
             copy=copy,
         )
+        self._info.check()
         self._sync: WeightSync | None = None
         self._token = ""  # of the group
         self._known: str | None = None  # the digest of the manifest that the workers know
@@ -217,7 +218,7 @@ class VllmTrainer:
         number = self._next(version)
         try:
             sync = self._connected()
-            self._start()
+            self._call("start_weight_update")
             info = UpdateInfo.of(self._token, number, manifest, known=self._known == manifest.digest)
             report = self._transfer(sync, params, number, asdict(info))
             self._call("finish_weight_update", str(number))
@@ -243,21 +244,16 @@ class VllmTrainer:
     def _connected(self) -> WeightSync:
         if self._sync is None:
             token = self._token = secrets.token_hex(8)
-            group = StoreGroup(dist.PrefixStore(f"fastsync/vllm/{token}", self._store.store), 0, self._info.workers + 1)
-            self._sync = WeightSync(group, src=0, **self._options)
+            store = dist.PrefixStore(group_prefix(token), self._store.store)
+            self._sync = WeightSync(StoreGroup(store, 0, self._info.workers + 1), src=0, **self._options)
             self._call("init_weight_transfer_engine", {**asdict(self._info), "token": token})
+            keys = [inside_key(self._info.rank_offset + worker) for worker in range(self._info.workers)]
+            # Those that there are have all said it by now; the sync says which are missing.
+            if any(store.check([key]) and store.get(key) == b"1" for key in keys):
+                # A trainer died, or an update failed, and vLLM waits for its end on some workers. Others may object.
+                with contextlib.suppress(Exception):
+                    self._call("finish_weight_update")
         return self._sync
-
-    def _start(self) -> None:
-        try:
-            self._call("start_weight_update")
-        except Exception as error:
-            if isinstance(error, SyncTimeout):
-                raise
-            # Workers that took no harm from a failed update, or whose trainer died, still wait for its end.
-            with contextlib.suppress(Exception):
-                self._call("finish_weight_update")
-            self._call("start_weight_update")
 
     def _transfer(self, sync: WeightSync, params: Any, version: int, info: dict[str, Any]) -> SyncReport:
         """Sends on this thread while another waits in the client's call; what fails on one side ends the other."""
