@@ -170,7 +170,7 @@ def test_through_vllms_own_http_client(server: Job) -> None:
     assert server.client.weight_version() == "77"
     server.client.reset_prefix_cache()  # this client has no such call
     server.check()
-    with pytest.raises(fastsync.CommError, match="vLLM worker 0 has another trainer by now"):
+    with pytest.raises(fastsync.CommError, match="vLLM worker 0: it has another trainer by now"):
         server.trainer.update(server.model)
     server.update()
 
@@ -313,6 +313,8 @@ def test_a_bad_update_is_refused_by_two_workers(two_workers: Job) -> None:
         with pytest.raises(fastsync.PeerFailed, match=r"vLLM worker [01].*(layers\.1|refuses the manifest)"):
             two_workers.trainer.update(weights)
         assert two_workers.engine.answers() == before
+        # vLLM still takes each worker's answer for what it is.
+        assert [each["worker"] for each in two_workers.state()] == [0, 1]
     two_workers.update()
 
 

@@ -170,6 +170,7 @@ class VllmTrainer:
     def close(self) -> None:
         """Lets go of the group and the port. The engine serves on. May be called twice."""
         sync, self._sync = self._sync, None
+        self._known = None
         if sync is not None:
             sync.close()
 
@@ -223,7 +224,6 @@ class VllmTrainer:
             report = self._transfer(sync, params, number, asdict(info))
             self._call("finish_weight_update", str(number))
         except BaseException:
-            self._known = None
             self.close()
             raise
         self._known, self._version = manifest.digest, number

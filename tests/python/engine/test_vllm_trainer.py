@@ -103,6 +103,9 @@ def test_calls_come_in_vllms_order_and_names_are_sent_once(engine: Engine, train
     assert second == {"version": 9, "digest": first["digest"], "names": None, "dtypes": None, "shapes": None}
     trainer.update({**WEIGHTS, "c": torch.zeros(1)})
     assert engine.infos[2]["names"] == ["a", "b", "c"]
+    trainer.close()
+    trainer.update({**WEIGHTS, "c": torch.zeros(1)})
+    assert engine.infos[3]["names"] == ["a", "b", "c"], "workers may have forgotten it by the time they are joined anew"
 
 
 def test_a_worker_that_refuses_is_named_and_the_next_update_makes_a_fresh_group(
