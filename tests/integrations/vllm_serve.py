@@ -1,4 +1,4 @@
-"""Runs vLLM's API server on a free port, held by this process and written to the descriptor that the first argument names."""
+"""Runs vLLM's API server on a free port, which this process holds and tells the descriptor of its first argument."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What an update of a vLLM engine declares beforehand: every tensor's name, dtype and shape, in the order of sending.
 
-The trainer makes a `Manifest` and sends it with vLLM's own `update_weights` call; each worker holds its model against it
-before anything is loaded, and the tensors that come against it as they come. A worker remembers the manifests that it has
+The trainer makes a `Manifest` and sends it with vLLM's own `update_weights` call; each worker holds its model against
+it before anything is loaded, and the tensors against it as they come. A worker remembers the manifests that it has
 found good, so that later updates name theirs by its digest alone.
 
 No vLLM is imported here: the trainer needs none.
@@ -123,7 +123,7 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """What vLLM calls update_info: the group, the version, and its manifest or the digest of one that the workers know."""
+    """What vLLM calls update_info: the group, the version, and its manifest, or the digest of a known one."""
 
     token: str
     version: int

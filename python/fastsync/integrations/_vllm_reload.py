@@ -246,8 +246,8 @@ class _Rehearsing:
             came = dtype_from_name(entry.dtype)
             if not self.cast and not _is_exact(came, target.blank.dtype):
                 self.problems.append(
-                    f"tensor {entry} comes as {came}, the model's '{target.path}' is {target.blank.dtype}: convert it before "
-                    "sending, or pass cast=True to have vLLM do it"
+                    f"tensor {entry} comes as {came}, the model's '{target.path}' is {target.blank.dtype}: convert it "
+                    "before sending, or pass cast=True to have vLLM do it"
                 )
             return result
 
@@ -423,8 +423,9 @@ class LayerwiseLoad:
             gc.collect()  # what only garbage refers to is not kept
             if self._is_kept(slots, before):
                 raise StateError(
-                    f"{type(self._model).__name__}'s loader keeps tensors between '{given[0][0].name}' and '{given[-1][0].name}' "
-                    "after load_weights() returned, in a place that fastsync does not know; make VllmTrainer with copy=True"
+                    f"{type(self._model).__name__}'s loader keeps tensors between '{given[0][0].name}' and "
+                    f"'{given[-1][0].name}' after load_weights() returned, in a place that fastsync does not know; "
+                    "make VllmTrainer with copy=True"
                 )
 
     def _feed(self, weights: list[tuple[str, torch.Tensor]]) -> None:

@@ -10,8 +10,8 @@ vLLM 0.32's executor stops listening to the later ones, and takes their answers 
 that an update is running is then lifted on that worker alone; each worker tells the next trainer, through the
 trainer's store, whether it still has the mark, so that the trainer can have it lifted.
 
-Everything happens on the thread that calls, which owns the model. Waits: for the trainer and in the transfer, each ended
-by `timeout_s` without progress; for the other workers of the engine, at most `timeout_s`.
+Everything happens on the thread that calls, which owns the model. Waits: for the trainer and in the transfer, each
+ended by `timeout_s` without progress; for the other workers of the engine, at most `timeout_s`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Receiver:
         self._workers = _Workers()
 
     def init(self, info: InitInfo) -> None:
-        """Joins the trainer's group, in place of any earlier one. Looks at the trainer's store; waits for no other trainer.
+        """Joins the trainer's group, in place of any earlier one. Local, but for a look at the trainer's store.
 
         Raises, on the last worker:
             InvalidArgument: The info is malformed, or for another number of workers.
@@ -96,8 +96,8 @@ class Receiver:
         rank = info.rank_offset + self.worker
         if rank > info.workers:
             raise InvalidArgument(
-                f"this would be rank {rank} of a group of {info.workers} workers and the trainer; make VllmTrainer with "
-                "workers= the number of all workers, tensor, pipeline and data parallel ones"
+                f"this would be rank {rank} of a group of {info.workers} workers and the trainer; make VllmTrainer "
+                "with workers= the number of all workers, tensor, pipeline and data parallel ones"
             )
         store = dist.PrefixStore(group_prefix(info.token), connect_store(info.store, info.timeout_s))
         self._sync = WeightSync(
@@ -227,8 +227,8 @@ class Receiver:
         for entry, count in zip(manifest.entries, totals):
             if 0 < count < entry.numel:
                 raise InvalidArgument(
-                    f"tensor {entry} has {entry.numel} elements, of which the model takes {count} on all workers together: "
-                    "its shape is not the model's"
+                    f"tensor {entry} has {entry.numel} elements, of which the model takes {count} on all workers "
+                    "together: its shape is not the model's"
                 )
         idle = [e.name for e, count in zip(manifest.entries, totals) if count == 0 and e.numel > 0]
         if idle:
@@ -318,7 +318,7 @@ class WorkerExtension:
 
         LLM(..., worker_extension_cls="fastsync.integrations.vllm.WorkerExtension")
 
-    The trainer's client for it is `vllm.RpcClient`. Where the engine `fastsync` is there as well, both are one receiver.
+    The trainer's client for it is `vllm.RpcClient`. Where the engine `fastsync` is there, too, both are one receiver.
     """
 
     # vLLM makes no instance of this: its methods become the worker's.
@@ -334,7 +334,7 @@ class WorkerExtension:
         return receiver.worker
 
     def fastsync_update(self, update_info: dict[str, Any]) -> dict[str, Any] | None:
-        """Takes one update. Returns the report of the sync as a dict; None after a failure that the last worker raises."""
+        """Takes one update. Returns the sync's report as a dict; None after a failure that the last worker raises."""
         info = UpdateInfo(**update_info)
         config: Any = VLLM.load("vllm.config", "set_current_vllm_config")
         with config.set_current_vllm_config(self.vllm_config):

@@ -8,16 +8,16 @@ Where vLLM runs, nothing but the configuration changes; the engine is found thro
 Where the training runs (vLLM need not be installed there):
 
     from fastsync.integrations.vllm import HttpClient, VllmTrainer
-    trainer = VllmTrainer(HttpClient("http://host:8000"), workers=2)   # of all replicas: tensor x pipeline x data parallel
-    report = trainer.update(model)                                     # after every step
+    trainer = VllmTrainer(HttpClient("http://host:8000"), workers=2)  # tensor x pipeline x data parallel
+    report = trainer.update(model)  # after every step
 
 Every name, shape and dtype is checked against the model, on every worker, before anything is loaded; an update that
 fails, there or midway, leaves the old weights in force on all workers. An update takes place between two steps of the
 engine, so running requests go on, on the new weights; pause first (`HttpClient.pause`) where they must not mix. vLLM's
 prefix cache is reset after an update if the client has `reset_prefix_cache`.
 
-Several engines have a `VllmTrainer` each. With several trainer ranks rank 0 has the `VllmTrainer`; the others only walk through the weights, if these are gathered on
-the way. Importing this module imports no vLLM.
+Several engines have a `VllmTrainer` each. With several trainer ranks rank 0 has the `VllmTrainer`; the others only walk
+through the weights, if these are gathered on the way. Importing this module imports no vLLM.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _NAME = "fastsync"
 def register() -> None:
     """Makes the engine known to vLLM in this process; vLLM calls it, through the entry point. May be called again.
 
-    Nothing of the engine is imported before vLLM makes it. In a vLLM without a registry of engines this logs a warning and
-    does nothing, so that such a vLLM starts all the same: use `WorkerExtension` there.
+    Nothing of the engine is imported before vLLM makes it. In a vLLM without a registry of engines this logs a warning
+    and does nothing, so that such a vLLM starts all the same: use `WorkerExtension` there.
     """
     try:
         factory: Any = VLLM.load(
@@ -188,12 +188,12 @@ class VllmTrainer:
         Args:
             params: As for `WeightSync.broadcast`, under the names of the model's checkpoint, and all of them.
             version: Above the last one; None: last + 1, counted from 1. vLLM is told it as its `weight_version`.
-            metadata: What a generator will yield: (name, dtype, shape) of every tensor, in order, or vLLM's `ParamMeta`s.
-                Anything else says so itself.
+            metadata: What a generator will yield: (name, dtype, shape) of every tensor, in order, or vLLM's
+                `ParamMeta`s. Anything else says so itself.
 
         Raises:
             InvalidArgument: A tensor, the version or the metadata is refused here.
-            PeerFailed: A worker refused the weights, or failed: `.rank` - 1 is its number. The old weights are in force.
+            PeerFailed: A worker refused the weights, or failed; `.rank` - 1 is its number. Old weights stay in force.
             PeerLost, SyncTimeout, CommError, ChecksumError, DeviceError: As named; the message names the worker.
             StateError: An update is running.
             Exception: What the client raises when it cannot reach the engine; what `params` raises.
