@@ -1,4 +1,4 @@
-"""The real vLLM on CPUs, over fastsync: a server with one worker (Llama), an LLM with two (Qwen3).
+"""The real vLLM on CPUs, over fastsync: a server with one worker (Llama), an LLM with two (Qwen3), one with experts.
 
 This process trains; Hugging Face's model with the same weights says which tokens are right.
 """
@@ -52,7 +52,7 @@ class Job:
     def update(self) -> fastsync.SyncReport:
         """One good step, after which the engine answers as Hugging Face's model."""
         self.train()
-        report = self.trainer.update(self.model)
+        report = self.trainer.update(vllm_models.checkpoint(self.model))
         self.check()
         return report
 
@@ -81,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 class Local:
     """An LLM of this process, asked as the server is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workers: int) -> None:
         from vllm import LLM
 
         self.llm = LLM(
@@ -92,7 +92,7 @@ class Local:
             dtype="float32",
             max_model_len=128,
             max_num_seqs=4,
-            tensor_parallel_size=2,
+            tensor_parallel_size=workers,
             weight_transfer_config={"backend": "fastsync"},
             worker_extension_cls="vllm_probe.Probe",
         )
@@ -111,14 +111,23 @@ class Local:
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two workers, tensor parallel, in an LLM of this process."""
-    folder = tmp_path_factory.mktemp("qwen3")
-    model = vllm_models.make("qwen3", folder)
+    yield from local_job("qwen3", tmp_path_factory.mktemp("qwen3"), 2)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One worker with a mixture of experts, in an LLM of this process."""
+    yield from local_job("experts", tmp_path_factory.mktemp("experts"), 1)
+
+
+def local_job(kind: str, folder: Path, workers: int) -> Iterator[Job]:
+    model = vllm_models.make(kind, folder)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment().items():
             patch.setenv(name, value)
-        engine = Local(folder)
+        engine = Local(folder, workers)
         try:
-            yield Job(model, engine, LocalClient(engine.llm), 2)
+            yield Job(model, engine, LocalClient(engine.llm), workers)
         finally:
             engine.llm.llm_engine.engine_core.shutdown()
 
@@ -140,6 +149,21 @@ def test_five_steps_to_two_tensor_parallel_workers(two_workers: Job) -> None:
         report = two_workers.update()
         assert report.version == step
         assert [each["version"] for each in two_workers.state()] == [step, step]
+
+
+def test_experts_are_packed_anew_for_vllms_kernel(experts: Job) -> None:
+    for _ in range(3):
+        experts.update()
+    before = vllm_models.answers(experts.model)
+    experts.engine.rpc("probe_fail_in_bucket", None, (0, 20))
+    experts.train()
+    try:
+        with pytest.raises(fastsync.PeerFailed, match="the disk is full"):
+            experts.trainer.update(vllm_models.checkpoint(experts.model))
+        assert experts.engine.answers() == before
+    finally:
+        experts.engine.rpc("probe_mend")
+    experts.update()
 
 
 def test_over_gloo_and_with_the_model_in_one_bucket(two_workers: Job) -> None:

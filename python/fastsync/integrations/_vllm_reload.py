@@ -411,7 +411,21 @@ class LayerwiseLoad:
         if self._memory is not None:
             was.keep_values(self._memory)
         self._was = was
+        self._let_experts_repack()
         reload.initialize_layerwise_reload(self._model)
+
+    def _let_experts_repack(self) -> None:
+        """Takes the kernels of mixtures of experts away on CPUs, so that processing makes them, and packs weights, anew.
+
+        vLLM 0.32 packs experts' weights for its CPU kernel only together with making it. Where there is one already, a
+        reload leaves them as they are in the checkpoint, and the kernel takes them for packed ones.
+        """
+        for layer in self._layers:
+            method: Any = getattr(layer, "quant_method", None)  # a module itself in some versions
+            if getattr(method, "moe_kernel", None) is None:
+                continue
+            if all(tensor.device.type == "cpu" for tensor in _tensors_of(layer).values()):
+                method.moe_kernel = None
 
     def _load(self, given: list[tuple[Entry, torch.Tensor]]) -> None:
         slots = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in given if t._base is not None}
