@@ -225,6 +225,18 @@ def test_tied_weights_may_come_once_or_twice(two_workers: Job) -> None:
         two_workers.check()
 
 
+def test_a_loader_that_reads_ahead(server: Job) -> None:
+    server.engine.rpc("probe_read_ahead")
+    try:
+        server.train()
+        weights = server.weights()
+        weights = dict(reversed(weights.items()))  # another manifest, which is looked at with this loader
+        server.trainer.update(weights)
+        server.check()
+    finally:
+        server.engine.rpc("probe_mend")
+
+
 # --- what the loader keeps
 
 
@@ -422,13 +434,16 @@ def test_without_the_old_weights_a_failure_midway_is_said_to_leave_a_mix(server:
 
 def test_requests_go_on_while_the_weights_change_under_them(server: Job) -> None:
     server.update()
-    tokens = server.engine.stream(vllm_models.PROMPTS[0], 700)
-    first = next(t for t in tokens if t)
-    assert first == vllm_models.answers(server.model, 1)[0][: len(first)]
+    (old,) = vllm_models.answers(server.model, 600, vllm_models.PROMPTS[:1])
+    chunks = server.engine.stream(vllm_models.PROMPTS[0], 600)
+    tokens = next(t for t in chunks if t)
     server.train()
     server.trainer.update(server.model)
-    rest = [token for some in tokens for token in some]
-    assert len(first) + len(rest) == 700
+    for chunk in chunks:
+        tokens += chunk
+    assert len(tokens) == 600
+    assert tokens[:4] == old[:4], "it did not begin with the old weights"
+    assert tokens != old, "it did not go on with the new ones"
     server.check()
 
 

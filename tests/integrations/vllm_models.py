@@ -74,10 +74,10 @@ def checkpoint(model: Any) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def answers(model: Any, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+def answers(model: Any, new_tokens: int = NEW_TOKENS, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """Greedy tokens that follow each prompt."""
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         out = model.generate(
             torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )

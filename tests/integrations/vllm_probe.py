@@ -47,7 +47,14 @@ class Probe(WorkerExtension):
         if self.fastsync_receiver().worker == worker:
             reload.LayerwiseLoad.load = load
 
+    def probe_read_ahead(self) -> None:
+        """Gives the model a loader that looks at all that it is given before it loads anything."""
+        model = self.model_runner.get_model()
+        plain = type(model).load_weights
+        model.load_weights = lambda weights: plain(model, list(weights))
+
     def probe_mend(self) -> None:
+        vars(self.model_runner.get_model()).pop("load_weights", None)
         reload.LayerwiseLoad._copy_open = _COPY_OPEN
         reload.LayerwiseLoad._is_kept = staticmethod(_IS_KEPT)
         reload.LayerwiseLoad.load = _BUCKET

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +55,13 @@ _SHOWN = 5  # names listed in a message
 _SHOWN_TEXT = 300  # characters of a loader's own message
 
 
+@functools.cache
+def _layerwise() -> Any:
+    return VLLM.load(f"{_RELOAD}.layerwise", "get_layerwise_info")
+
+
 def _info(layer: torch.nn.Module) -> Any:
-    module: Any = VLLM.load(f"{_RELOAD}.layerwise", "get_layerwise_info")
-    return module.get_layerwise_info(layer)
+    return _layerwise().get_layerwise_info(layer)
 
 
 def _tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -83,7 +87,7 @@ class _Layer(NamedTuple):
 
 
 class Snapshot:
-    """What `model` is now. Holds no copies until `keep_values()`; these are reused by the next one with `memory`."""
+    """What `model` is now. Holds no copies of values until `keep_values()`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._layers: list[_Layer] = []
@@ -101,11 +105,6 @@ class Snapshot:
                     dict(vars(method)) if hasattr(method, "__dict__") else None,
                 )
             )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(copy.nbytes for _, copy in self._values)
 
     def keep_values(self, memory: dict[int, torch.Tensor]) -> None:
         """Copies every value to host memory, in buffers taken from `memory` where they fit, and left there."""
@@ -219,32 +218,56 @@ def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 class _Rehearsing:
-    """The state of one rehearsal: which tensor is being loaded, and what it fills."""
+    """The state of one rehearsal: which tensor is being loaded, and what it fills.
+
+    A loader's tensor is told by its storage, which views share, so that the model may read ahead. Where it is neither
+    that nor the one given last, it cannot be told (`is_vague`).
+    """
 
     def __init__(self, manifest: Manifest, cast: bool) -> None:
         self.entries = manifest.entries
         self.cast = cast
-        self.current = -1
+        self.current = 0
         self.taken = [0] * len(self.entries)
+        self.used = [entry.numel == 0 for entry in self.entries]
+        self.is_vague = False
         self.targets: list[_Target] = []
         self.problems: list[str] = []
+        self._given: list[torch.Tensor] = []
+        self._ended = False
+        self._numbers: dict[int, int] = {}  # by storage
 
     def feed(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, entry in enumerate(self.entries):
             self.current = number
-            yield entry.name, torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device="meta")
+            tensor = torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device="meta")
+            self._given.append(tensor)
+            self._numbers[tensor.untyped_storage()._cdata] = number
+            yield entry.name, tensor
+        self._ended = True
+
+    def _number_of(self, values: Iterable[Any]) -> int:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                number = self._numbers.get(value.untyped_storage()._cdata)
+                if number is not None:
+                    return number
+        self.is_vague = self.is_vague or self._ended
+        return self.current
 
     def watch(self, target: _Target, loader: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(loader)
         def load(*args: Any, **kwargs: Any) -> Any:
-            entry = self.entries[self.current]
+            number = self.current = self._number_of((*args, *kwargs.values()))
+            entry = self.entries[number]
             with _Writes() as writes:
                 result = loader(*args, **kwargs)
-            self.taken[self.current] += min(writes.copied, entry.numel)
+            self.used[number] = True
+            self.taken[number] += min(writes.copied, entry.numel)
             target.written += writes.copied + writes.filled
-            target.sources.add(self.current)
+            target.sources.add(number)
             came = dtype_from_name(entry.dtype)
-            if not self.cast and not _is_exact(came, target.blank.dtype):
+            if not self.cast and not self.is_vague and not _is_exact(came, target.blank.dtype):
                 self.problems.append(
                     f"tensor {entry} comes as {came}, the model's '{target.path}' is {target.blank.dtype}: convert it "
                     "before sending, or pass cast=True to have vLLM do it"
@@ -307,7 +330,7 @@ class _Rehearsing:
         unfilled = []
         for target in self.targets:
             like = filled.get(id(target.real))
-            if not target.sources and like is not None and len(like.sources) == 1:
+            if not target.sources and not self.is_vague and like is not None and len(like.sources) == 1:
                 (source,) = like.sources
                 twins.setdefault(self.entries[source].name, []).append((target.layer, target.name))
                 continue
@@ -324,20 +347,25 @@ def rehearse(model: torch.nn.Module, model_config: Any, manifest: Manifest, cast
     """Loads `manifest` into `model` without any bytes; the model is as before when this returns.
 
     Whether a tensor is larger than what the model takes only all workers together can tell: see `taken`. What stays
-    unfilled is an error unless the model is quantised, where some parameters come from no checkpoint.
+    unfilled is an error unless the model is quantised, where some parameters come from no checkpoint; the model is then
+    given every tensor, used or not.
     """
     state = _Rehearsing(manifest, cast)
+    complete = getattr(model_config, "quantization", None) is None
     was = Snapshot(model)
     twins: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     try:
         state.blank_out(model)
         state.run(model)
         if not state.problems:
-            twins = state.find_missing(getattr(model_config, "quantization", None) is None)
+            twins = state.find_missing(complete)
     finally:
         was.restore()
-    plan = Plan(manifest, [n > 0 or e.numel == 0 for n, e in zip(state.taken, manifest.entries)], twins)
-    return Rehearsal(plan, state.taken, state.problems)
+    if state.is_vague or not complete:
+        state.used = [True] * len(manifest.entries)
+    if state.is_vague:
+        state.taken = [entry.numel for entry in manifest.entries]
+    return Rehearsal(Plan(manifest, state.used, twins), state.taken, state.problems)
 
 
 # --- the load

@@ -168,7 +168,7 @@ class VllmTrainer:
         return self._version
 
     def close(self) -> None:
-        """Lets go of the group and the port. The engine serves on. May be called twice."""
+        """Leaves the group; the engine serves on, and the next update joins anew. Local; may be called twice."""
         sync, self._sync = self._sync, None
         self._known = None
         if sync is not None:
