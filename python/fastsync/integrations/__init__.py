@@ -1,1 +1,1 @@
-"""Adapters: one file a framework, which imports that framework only when it is used."""
+"""Adapters: one public module a framework, which imports that framework only when it is used."""
