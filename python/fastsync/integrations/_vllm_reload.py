@@ -383,11 +383,18 @@ class LayerwiseLoad:
         model_config: vLLM's.
         plan: What comes, in order.
         memory: Host memory for old values, kept by the caller from update to update; None: do not keep them.
+        owned: Whether the tensors own their memory, so that vLLM may keep them.
     """
 
     def __init__(
-        self, model: torch.nn.Module, model_config: Any, plan: Plan, memory: dict[int, torch.Tensor] | None
+        self,
+        model: torch.nn.Module,
+        model_config: Any,
+        plan: Plan,
+        memory: dict[int, torch.Tensor] | None,
+        owned: bool,
     ) -> None:
+        self._owned = owned
         self._model: Any = model
         self._model_config = model_config
         self._plan = plan
@@ -456,7 +463,8 @@ class LayerwiseLoad:
                 method.moe_kernel = None
 
     def _load(self, given: list[tuple[Entry, torch.Tensor]]) -> None:
-        slots = {t.untyped_storage().data_ptr(): t.untyped_storage() for _, t in given if t._base is not None}
+        storages = () if self._owned else (tensor.untyped_storage() for _, tensor in given)
+        slots = {storage.data_ptr(): storage for storage in storages if storage.nbytes() > 0}
         before = {at: _users(storage) for at, storage in slots.items()}
         first = self._next
         self._feed([(e.name, t) for i, (e, t) in enumerate(given) if self._plan.used[first + i]])

@@ -166,7 +166,8 @@ class Receiver:
         problem: Exception | None = None
         try:
             plan = self._plan(model, model_config, info, init)
-            load = LayerwiseLoad(model, model_config, plan, self._memory if init.keep_old else None)
+            memory = self._memory if init.keep_old else None
+            load = LayerwiseLoad(model, model_config, plan, memory, init.copy)
         except Exception as error:
             problem = error
 
