@@ -90,13 +90,18 @@ class RunningDemo:
     """A demo that would go on for long, once its first version has arrived."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, "demo", "--model", checkpoint, "--steps", "1000000"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
+        # Tests that a shell started in its background ignore interrupts, and so would the demo.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.process = subprocess.Popen(
+                [*COMMAND, "demo", "--model", checkpoint, "--steps", "1000000"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("version "):
