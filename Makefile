@@ -89,6 +89,8 @@ test-integrations: $(STAMPS)/package $(INTEGRATIONS)/frameworks $(INTEGRATIONS_V
 	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps -w $(INTEGRATIONS)/wheel .
 	$(IN_PIP) --force-reinstall $(INTEGRATIONS)/wheel/*.whl
 	PYTHONPATH=$(INTEGRATIONS)/verl-0.9.1 && export PYTHONPATH && $(IN_TEST) test_verl.py $(ARGS)
+	PYTHONPATH=$(INTEGRATIONS)/verl-0.9.1 $(INTEGRATIONS)/venv/bin/python $(PYTEST_HERE) \
+	  bench/tests/test_engine_overhead.py -k verls_own_code $(ARGS)
 	PYTHONPATH=$(INTEGRATIONS)/verl-0.8.0 && export PYTHONPATH && $(IN_TEST) test_verl.py $(ARGS)
 	PYTHONPATH=$(INTEGRATIONS)/twinkle && export PYTHONPATH && $(IN_TEST) test_twinkle.py $(ARGS)
 	$(VLLM_PIP) --force-reinstall $(INTEGRATIONS)/wheel/*.whl
