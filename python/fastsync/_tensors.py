@@ -40,6 +40,11 @@ class Description(NamedTuple):
     device: int = -1  # CUDA ordinal; -1: host memory
     stream: int | None = None  # the CUDA stream that the object names itself
 
+    @property
+    def layout(self) -> tuple[str, tuple[int, ...], tuple[int, ...] | None, int, int, bool, bool, bool]:
+        """What the core's push() and describe() take between the name and the device: dtype to is_complex, in order."""
+        return self[:8]
+
 
 _NUMPY_NAMES = {
     "bool": "bool",

@@ -345,7 +345,7 @@ class WeightSync:
                     _check_name(name, index, self._rank)
                 if not push_plain(name, tensor):
                     self._push_other(sender, name, tensor)
-            except InvalidArgument as error:
+            except InvalidArgument as error:  # as Refused, without its two calls for every tensor
                 error.refused = True  # type: ignore[attr-defined]
                 raise
             del item, tensor
@@ -354,18 +354,7 @@ class WeightSync:
     def _push_other(self, sender: Any, name: str, tensor: Any) -> None:
         d = describe(tensor, name, self._rank, destination=False)
         stream = self._check_item_device(d, name)
-        sender.push(
-            name,
-            d.dtype,
-            d.shape,
-            d.byte_strides,
-            d.itemsize,
-            d.address,
-            d.flip_real,
-            d.flip_imag,
-            d.is_complex,
-            stream,
-        )
+        sender.push(name, *d.layout, stream)
 
     @staticmethod
     def _close_generator(params: Any) -> None:
@@ -425,18 +414,7 @@ class WeightSync:
                 keep.append(d.keep)
                 if d.stream is not None:
                     streams.add(d.stream)
-                self._table.describe(
-                    i,
-                    d.dtype,
-                    d.shape,
-                    d.byte_strides,
-                    d.itemsize,
-                    d.address,
-                    d.flip_real,
-                    d.flip_imag,
-                    d.is_complex,
-                    d.device,
-                )
+                self._table.describe(i, *d.layout, d.device)
             ordinal = self._table.device()
             self._anywhere = ordinal == _core.NOWHERE
             if self._anywhere and _on_cuda():
